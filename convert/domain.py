@@ -49,6 +49,8 @@ class Source(Protocol):
 
     ``acquire`` makes a shard readable and ``release`` says that nobody will read it again;
     both are no-ops for a folder. ``read_into`` may be called from several threads.
+    ``stamp`` is a short text that differs once a shard's bytes may have changed (size and time of change of a file,
+    hash of a blob); it is compared between plan, reading, and resumed runs.
     """
 
     @property
@@ -65,6 +67,7 @@ class Source(Protocol):
         """A small side file (config.json, tiktoken.model ...), or None when the checkpoint has none."""
         ...
 
+    def stamp(self, shard: int) -> str: ...
     def acquire(self, shard: int) -> None: ...
     def read_into(self, shard: int, offset: int, buffer: memoryview) -> None: ...
     def release(self, shard: int) -> None: ...
@@ -150,11 +153,11 @@ class WorkUnit:
 
 @dataclass(frozen=True, slots=True)
 class ConvertResult:
-    """What a finished conversion left behind."""
+    """What a finished conversion left behind; no files and no manifest after a dry run."""
 
     plan: Plan
     files: tuple[Path, ...]
-    manifest: Path
+    manifest: Path | None
     seconds: float
     resumed_units: int = 0
     notes: tuple[str, ...] = field(default=())

@@ -27,7 +27,19 @@ class InputError(KimiGgufError):
 
 
 class ValueFault(InputError):
-    """A value met while streaming that no output may contain (NaN scale, non-finite weight)."""
+    """A value met while streaming that no output may contain (NaN scale, non-finite weight).
+
+    Args:
+        row: row of the array handed in that holds the value, when known; the caller knows which tensor that is.
+    """
+
+    def __init__(self, message: str, hint: str | None = None, row: int | None = None) -> None:
+        super().__init__(message, hint)
+        self.row = row
+
+
+class OutputError(KimiGgufError):
+    """A place that cannot be written as it is: full, in use by another process, or holding something else."""
 
 
 class UsageError(KimiGgufError):
