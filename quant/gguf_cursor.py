@@ -11,7 +11,7 @@ from quant.errors import InputError
 
 Read = Callable[[int, int], bytes]
 
-MAX_STRINGS = 1 << 22
+MAX_STRINGS = 1 << 21
 MAX_HEADER_BYTES = 1 << 28
 
 _LARGEST_READ = 1 << 23

@@ -90,3 +90,89 @@ def test_three_readers_see_the_same_tensors_and_the_last_byte_is_the_end_of_the_
         assert mine.nbytes == entry.nbytes == other.n_bytes
     assert layout.offsets[0] == len(layout.header)
     assert layout.nbytes == layout.offsets[-1] + padded(TENSORS[-1].nbytes)
+
+
+def test_libgguf_finds_nothing_to_complain_about(tmp_path: Path) -> None:
+    keys = [*SCALARS, *ARRAYS, MetadataEntry("general.quantization_version", ValueType.UINT32, 2)]
+    write(tmp_path / "m.gguf", keys, TENSORS)
+    result = libgguf.validate_gguf(tmp_path / "m.gguf")
+    assert [issue.message for issue in result.issues] == []
+    assert result.file is not None
+    assert [(t.name, t.nbytes) for t in result.file.tensors] == [(t.name, t.nbytes) for t in TENSORS]
+
+
+def test_a_set_has_all_keys_in_its_first_file_and_three_in_the_others(tmp_path: Path) -> None:
+    layouts = lay_out_split(SCALARS, TENSORS, (0, 1, 3))
+    for number, layout in enumerate(layouts):
+        (tmp_path / split_name("m", number, 3)).write_bytes(layout.header.ljust(layout.nbytes, b"\0"))
+    whole = read_gguf_set(tmp_path / "m-00002-of-00003.gguf")
+    assert [p.name for p in whole.paths] == [f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+    assert [t.name for t in whole.tensors] == [t.name for t in TENSORS]
+    assert len(whole.headers[0].metadata) == len(SCALARS) + 3
+    for number, header in enumerate(whole.headers):
+        assert [(k, header.metadata[k].type, header.metadata[k].value) for k in list(header.metadata)[-3:]] == [
+            ("split.no", ValueType.UINT16, number),
+            ("split.count", ValueType.UINT16, 3),
+            ("split.tensors.count", ValueType.INT32, 4),
+        ]
+        assert len(header.metadata) == 3 or number == 0
+        assert header.tensors
+        gguf.GGUFReader(whole.paths[number])
+
+
+def test_a_single_file_carries_no_split_keys() -> None:
+    (layout,) = lay_out_split(SCALARS, TENSORS, (0,))
+    assert b"split." not in layout.header
+
+
+def test_every_file_stays_within_the_limit_header_included() -> None:
+    tensors = [TensorEntry(f"blk.{n}.attn_norm.weight", (64,), QuantType.F32) for n in range(40)]
+    for limit in (1000, 1024, 1500, 4096, 20_000):
+        layouts = lay_out_split(SCALARS, tensors, cut(SCALARS, tensors, limit))
+        assert max(layout.nbytes for layout in layouts) <= limit or limit < 1024
+    assert cut(SCALARS, tensors, None) == (0,)
+
+
+def test_a_tensor_above_the_limit_gets_a_file_of_its_own() -> None:
+    sizes = [64, 100_000, 64, 64]
+    tensors = [TensorEntry(f"t{n}.weight", (size,), QuantType.F32) for n, size in enumerate(sizes)]
+    assert cut(SCALARS, tensors, 2000) == (0, 1, 2)
+    assert cut(SCALARS, tensors[1:], 2000) == (0, 1)
+
+
+def test_a_value_that_does_not_fit_its_type_is_named() -> None:
+    for entry in (
+        MetadataEntry("k.big", ValueType.UINT16, 65536),
+        MetadataEntry("k.text", ValueType.UINT32, "seven"),
+        MetadataEntry("k.list", ValueType.ARRAY, [1, -1], ValueType.UINT32),
+    ):
+        with pytest.raises(UsageError, match=entry.key):
+            header_bytes([entry], [], [])
+
+
+def test_names_that_gguf_cannot_carry_are_refused() -> None:
+    with pytest.raises(InputError, match="64 bytes"):
+        lay_out([], [TensorEntry("n" * 64, (32,), QuantType.F32)])
+    with pytest.raises(InputError, match="occurs twice"):
+        lay_out([], [TENSORS[0], TENSORS[0]])
+    with pytest.raises(UsageError, match="occurs twice"):
+        lay_out([SCALARS[0], SCALARS[0]], [])
+
+
+def test_a_missing_or_contradicting_file_of_a_set_is_named(tmp_path: Path) -> None:
+    layouts = lay_out_split(SCALARS, TENSORS, (0, 2))
+    first, second = (tmp_path / split_name("m", n, 2) for n in (0, 1))
+    first.write_bytes(layouts[0].header.ljust(layouts[0].nbytes, b"\0"))
+    with pytest.raises(InputError, match=r"m-00002-of-00002\.gguf"):
+        read_gguf_set(first)
+    stale = lay_out([*split_keys(1, 2, 9)], TENSORS[2:])
+    second.write_bytes(stale.header.ljust(stale.nbytes, b"\0"))
+    with pytest.raises(InputError, match=r"split\.tensors\.count is 9.* 4 tensors"):
+        read_gguf_set(first)
+    twice = lay_out([*split_keys(1, 2, 4)], TENSORS[1:3])
+    second.write_bytes(twice.header.ljust(twice.nbytes, b"\0"))
+    with pytest.raises(InputError, match="is also in"):
+        read_gguf_set(first)
+    renamed = first.rename(tmp_path / "m.gguf")
+    with pytest.raises(InputError, match="the name does not"):
+        read_gguf_set(renamed)
