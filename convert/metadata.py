@@ -30,6 +30,7 @@ QUANTIZATION_VERSION = 2
 DEFAULT_NAMES = {"kimi-k3": "Kimi K3", "kimi-k31": "Kimi K3.1 Pro"}
 NO_TEMPLATE = "the checkpoint has no chat template; the GGUF gets none, so name one when you serve it"
 
+_LONGEST_STEM = 120
 _GATING = {"softmax": 1, "sigmoid": 2}
 
 
@@ -111,7 +112,7 @@ def file_stem(name: str) -> str:
     """``name`` as a part of file names: ``Kimi K3.1 Pro`` becomes ``Kimi-K3.1-Pro``."""
     plain = name.strip().rpartition("/")[2]
     kept = "".join(c if c.isalnum() or c in "._-" else "-" for c in plain)
-    return "-".join(part for part in kept.split("-") if part).lstrip(".") or "model"
+    return "-".join(part for part in kept.split("-") if part).lstrip(".-")[:_LONGEST_STEM] or "model"
 
 
 def architecture_keys(config: ModelConfig) -> list[MetadataEntry]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from convert.bounded_json import load_object
 from convert.domain import Source
 
 _LARGEST_FRONT_MATTER = 1 << 16
@@ -48,9 +48,13 @@ class ModelCard:
 
 
 def read_model_card(source: Source) -> ModelCard:
-    """Read README.md and config.json of ``source``; a fault of the card is a warning, never an error."""
+    """Read README.md and config.json of ``source``; a fault of the card is a warning.
+
+    Raises:
+        InputError: config.json is no JSON object.
+    """
     card, warnings = _front_matter(source.read_file("README.md"))
-    organization, name = _split_id(_name_or_path(source.read_file("config.json")))
+    organization, name = _split_id(_name_or_path(source))
     licenses = _texts(card.get("license"))
     base_models = tuple(_base_model(text) for text in _texts(card.get("base_model")))
     return ModelCard(
@@ -70,11 +74,14 @@ def read_chat_template(source: Source) -> str | None:
     """The checkpoint's Jinja chat template: ``chat_template.jinja``, else ``chat_template`` of tokenizer_config.json.
 
     A list of named templates gives the one called ``default``. None when there is none.
+
+    Raises:
+        InputError: tokenizer_config.json is no JSON object.
     """
     data = source.read_file("chat_template.jinja")
     if data is not None:
         return data.decode("utf-8", errors="replace")
-    template = _object(source.read_file("tokenizer_config.json")).get("chat_template")
+    template = _object(source, "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
         named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
         template = named.get("default")
@@ -105,17 +112,14 @@ def _front_matter(readme: bytes | None) -> tuple[dict[Any, Any], tuple[str, ...]
     return card or {}, ()
 
 
-def _object(data: bytes | None) -> dict[str, Any]:
-    """A JSON object; empty when the file is absent, damaged or holds something else."""
-    try:
-        value = json.loads(data or b"{}")
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+def _object(source: Source, file: str) -> dict[str, Any]:
+    """The JSON object in ``file``; empty when the checkpoint has no such file."""
+    data = source.read_file(file)
+    return {} if data is None else load_object(data, file)
 
 
-def _name_or_path(config: bytes | None) -> str | None:
-    text = _text(_object(config).get("_name_or_path"))
+def _name_or_path(source: Source) -> str | None:
+    text = _text(_object(source, "config.json").get("_name_or_path"))
     # A path of the machine that saved the checkpoint is no name.
     return text if text and text.count("/") <= 1 and text[0] not in "./~" else None
 
