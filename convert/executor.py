@@ -1,0 +1,240 @@
+"""Moves the bytes of a plan: threads take units from one queue, and each unit is read, transformed, encoded, written.
+
+    shard --read_into--> operands --transform--> rows --encode--> blocks --pwrite--> partial file
+                                                                    \\--CRC-32--> journal
+
+A unit is worked on in chunks that fit a processor's cache, in buffers that a thread keeps, so memory is threads times
+a chunk. A background thread journals finished units once their data is synced. When the last unit of a file is done
+the file is read back, recorded, and renamed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from threading import Event, Lock, Thread, local
+from typing import Any, Literal
+
+import numpy as np
+
+from convert.domain import Plan, Source, TensorSpec
+from convert.journal import Journal
+from convert.output import OutputSet
+from convert.progress import Progress
+from convert.readback import DamagedUnits, check_file
+from convert.scheduler import Scheduler
+from convert.transforms import TRANSFORMS, Array, Operand, chunks, row_count
+from convert.units import UnitTable
+from quant.encode import encode
+from quant.errors import KimiGgufError, ValueFault
+from quant.imatrix import Imatrix
+from quant.tensors import F32Array, U8Array
+
+CHUNK_WEIGHTS = 1 << 20
+FLUSH_SECONDS = 1.0
+_STACKS_REMEMBERED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All that a conversion works with."""
+
+    plan: Plan
+    source: Source
+    units: UnitTable
+    outputs: OutputSet
+    journal: Journal
+    stamps: Sequence[str]
+    imatrix: Imatrix | None = None
+
+
+def run(
+    job: Job,
+    pending: Sequence[int],
+    unfinished: Sequence[int],
+    *,
+    threads: int,
+    progress: Progress,
+    on_file_done: Callable[[Path], None] | None = None,
+    flush_seconds: float = FLUSH_SECONDS,
+) -> None:
+    """Do the units ``pending``, then check and rename each of the files ``unfinished``.
+
+    Args:
+        pending: numbers of units, ascending.
+        unfinished: indices of files without a final name.
+        on_file_done: called with the path of each file that got its final name, from a worker thread.
+
+    Raises:
+        ValueFault: a value that no output may contain; names tensor, expert and row.
+        OutputError: the disk is full or failed, or a file differs from what was written.
+        InputError: a shard cannot be read, or changed.
+        KeyboardInterrupt: after the journal has been brought up to date.
+    """
+    _Run(job, pending, unfinished, threads, progress, on_file_done, flush_seconds).execute()
+
+
+class _Run:
+    def __init__(
+        self,
+        job: Job,
+        pending: Sequence[int],
+        unfinished: Sequence[int],
+        threads: int,
+        progress: Progress,
+        on_file_done: Callable[[Path], None] | None,
+        flush_seconds: float,
+    ) -> None:
+        self.job = job
+        self.threads = threads
+        self.progress = progress
+        self.on_file_done = on_file_done
+        self.flush_seconds = flush_seconds
+        self.scheduler = Scheduler(job.plan.tensors, job.units, pending, job.source, job.stamps)
+        self.worker = UnitWorker(job)
+        self.left = dict.fromkeys(unfinished, 0)
+        self.left_lock = Lock()
+        for number in pending:
+            self.left[job.plan.tensors[job.units.tensor_of(number)].file] += 1
+        for index, count in self.left.items():
+            if not count:
+                self.scheduler.finish_file(index)
+        self.over = Event()
+
+    def execute(self) -> None:
+        workers = [Thread(target=self._work, name=f"worker {n}") for n in range(self.threads)]
+        flusher = Thread(target=self._flush_now_and_then, name="journal")
+        for thread in (*workers, flusher):
+            thread.start()
+        self.scheduler.start()
+        try:
+            for thread in workers:
+                thread.join()
+        finally:
+            # An interrupt arrives here too: workers end after the chunk they are at.
+            self.scheduler.stop()
+            for thread in workers:
+                thread.join()
+            self.over.set()
+            flusher.join()
+            self._flush()
+        if self.scheduler.failure:
+            raise self.scheduler.failure
+
+    def _work(self) -> None:
+        try:
+            while (task := self.scheduler.next()) is not None:
+                if task < 0:
+                    self._finish(-1 - task)
+                else:
+                    self._do(task)
+        except BaseException as error:
+            self.scheduler.stop(error)
+
+    def _do(self, number: int) -> None:
+        tensor = self.job.plan.tensors[self.job.units.tensor_of(number)]
+        checksum, nbytes = self.worker.do(number)
+        self.job.journal.record(number, checksum)
+        with self.left_lock:
+            self.left[tensor.file] -= 1
+            complete = not self.left[tensor.file]
+        if complete:
+            self.scheduler.finish_file(tensor.file)
+        self.scheduler.done(number)
+        self.progress.wrote(nbytes)
+
+    def _finish(self, index: int) -> None:
+        job = self.job
+        job.journal.flush(job.outputs.sync)
+        tensors = [(i, t) for i, t in enumerate(job.plan.tensors) if t.file == index]
+        try:
+            record = check_file(
+                job.outputs.partial(index),
+                job.plan.files[index],
+                tensors,
+                job.units,
+                job.journal.checksums,
+                threads=self.threads,
+                checked=self.progress.checked,
+            )
+        except DamagedUnits as fault:
+            job.journal.forget(fault.units)
+            raise
+        job.journal.record_file(index, record)
+        path = job.outputs.finish(index)
+        self.scheduler.file_finished()
+        self.progress.finished(path)
+        if self.on_file_done:
+            self.on_file_done(path)
+
+    def _flush(self) -> None:
+        self.job.journal.flush(self.job.outputs.sync)
+
+    def _flush_now_and_then(self) -> None:
+        try:
+            while not self.over.wait(self.flush_seconds):
+                self._flush()
+        except BaseException as error:
+            self.scheduler.stop(error)
+
+
+class UnitWorker:
+    """Reads, transforms, encodes and writes units; used by several threads at once."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._encoder: Literal["ggml", "native"] = job.plan.encoder  # type: ignore[assignment]
+        self._local = local()
+        self._importance = lru_cache(_STACKS_REMEMBERED)(self._load_importance)
+
+    def do(self, number: int) -> tuple[int, int]:
+        """Write unit ``number``; its CRC-32 and its bytes."""
+        job = self._job
+        unit = job.units.unit(number)
+        tensor = job.plan.tensors[unit.tensor]
+        spec = tensor.spec
+        row_bytes = tensor.nbytes // row_count(spec)
+        checksum = total = 0
+        for begin, end in chunks(spec, unit.row_begin, unit.row_end, CHUNK_WEIGHTS):
+            data = self._chunk(unit.tensor, begin, end)
+            view = memoryview(data).cast("B")
+            job.outputs.write(tensor.file, view, tensor.offset + begin * row_bytes)
+            checksum = zlib.crc32(view, checksum)
+            total += len(view)
+        return checksum, total
+
+    def _chunk(self, index: int, begin: int, end: int) -> U8Array:
+        """Encoded rows [begin, end) of a tensor."""
+        tensor = self._job.plan.tensors[index]
+        spec = tensor.spec
+        transform = TRANSFORMS[spec.transform]
+        operands = transform.reads(spec, self._job.source.tensors, begin, end)
+        try:
+            rows = transform.apply(spec, [self._read(n, operand) for n, operand in enumerate(operands)])
+            importance = self._importance(index)
+            return encode(rows, tensor.qtype, encoder=self._encoder, importance=importance)
+        except ValueFault as fault:
+            raise _located(fault, spec, begin) from fault
+
+    def _read(self, slot: int, operand: Operand) -> Array:
+        """The array of an operand, in this thread's buffer number ``slot``."""
+        buffers: list[Any] = self._local.__dict__.setdefault("buffers", [])
+        if slot == len(buffers):
+            buffers.append(np.empty(0, dtype=np.uint8))
+        if buffers[slot].size < operand.nbytes:
+            buffers[slot] = np.empty(operand.nbytes, dtype=np.uint8)
+        data = buffers[slot][: operand.nbytes]
+        view = memoryview(data)
+        for offset, size in operand.ranges:
+            self._job.source.read_into(operand.shard, offset, view[:size])
+            view = view[size:]
+        return data.view(operand.dtype).reshape(operand.shape)
+
+    def _load_importance(self, index: int) -> F32Array | None:
+        if self._job.imatrix is None:
+            return None
+        spec = self._job.plan.tensors[index].spec
+        return self._job.imatrix.importance(spec.name, spec.shape)
