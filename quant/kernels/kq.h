@@ -72,11 +72,13 @@ typedef struct {
     int64_t clipped; /* of these, blocks whose scale left the normal range of fp16, so that precision was lost */
 } kq_stats;
 
-/* One row to encode. `weights` is what the codec's prepare() made of the importance of the columns, else NULL. */
+/* One row to encode. `importance` holds the weight of each column's squared error or is NULL; `weights` is what the
+ * codec's prepare() made of it, NULL where there is nothing to prepare. */
 typedef struct {
     const uint8_t *packed; /* cols / 2 */
     const uint8_t *scales; /* cols / 32, already checked: no value of the row overflows float32 */
     int64_t cols;          /* a multiple of the codec's block */
+    const float *importance;
     const void *weights;
     uint8_t *out;          /* cols / block * bytes */
     kq_stats *stats;
@@ -88,7 +90,7 @@ typedef struct {
     int32_t type;  /* ggml type number */
     int32_t block; /* weights per block: 32 or 256 */
     int32_t bytes; /* bytes per block */
-    /* Turns the importance of the columns into the codec's own form, once per call; NULL: importance is ignored.
+    /* Turns the importance of the columns into the codec's own form, once per call; may be NULL.
      * The result is released with free(); NULL means that memory ran out. */
     void *(*prepare)(const float *importance, int64_t cols);
     kq_row_fn row[KQ_ISAS];

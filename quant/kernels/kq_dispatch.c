@@ -76,7 +76,7 @@ int64_t kq_encode(int32_t type, int32_t isa, const uint8_t *packed, const uint8_
     if (importance && codec->prepare && cols && !(weights = codec->prepare(importance, cols))) return KQ_ERR_MEMORY;
 
     int64_t bad_row = 0;
-    kq_row row = {packed, scales, cols, weights, out, stats};
+    kq_row row = {packed, scales, cols, importance, weights, out, stats};
     for (int64_t r = 0; r < rows; ++r) {
         if (!scales_usable(row.packed, row.scales, cols / KQ_BLOCK)) {
             bad_row = r + 1;
