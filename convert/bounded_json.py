@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from quant.errors import InputError
 
 MAX_DEPTH = 64
+MAX_SMALL_FILE_BYTES = 32_000_000
 _SPACE = re.compile(r"[ \t\r\n]*+")
 _STRING = re.compile(r'[ \t\r\n]*+"((?:[^"\\\x00-\x1f]++|\\.)*+)"')
 _FLAT_OBJECT = re.compile(r"[ \t\r\n]*+(\{[^{}]{0,4096}\})")
@@ -64,8 +65,10 @@ def load_object(data: bytes, file: str) -> dict[str, Any]:
     """The JSON object that ``data`` holds, for files that are small by nature.
 
     Raises:
-        InputError: not UTF-8, not JSON, nested deeper than 64, a member named twice, or not an object.
+        InputError: above 32 MB, not UTF-8, not JSON, nested deeper than 64, a member named twice, or not an object.
     """
+    if len(data) > MAX_SMALL_FILE_BYTES:
+        raise InputError(f"{file}: {len(data)} bytes of JSON, at most {MAX_SMALL_FILE_BYTES} are read")
     text = decode_text(data, file)
     depth = _depth(text)
     if depth > MAX_DEPTH:
