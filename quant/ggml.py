@@ -18,21 +18,21 @@ import numpy as np
 
 from quant.errors import InputError, UsageError, ValueFault
 from quant.tensors import F32Array, U8Array
-from quant.types import QuantType, block_bytes, block_size, row_bytes
+from quant.types import QuantType, block_bytes, block_size, parse_type, row_bytes
 
 ENCODABLE: Final = frozenset(
-    QuantType[name]
+    parse_type(name)
     for name in (
-        "F32 F16 BF16 MXFP4 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K "
-        "IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_NL IQ4_XS"
-    ).split()
+        *("F32", "F16", "BF16", "MXFP4", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K"),
+        *("Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+    )
 )
 """Types that ``encode`` writes and ``decode`` reads."""
 
 NEEDS_IMPORTANCE: Final = frozenset({QuantType.IQ1_S, QuantType.IQ2_XXS, QuantType.IQ2_XS})
 """Types that the library refuses to encode without importance."""
 
-# ggml's grid searches end the process when a squared sum overflows; no half-precision scale reaches these weights anyway.
+# ggml's grid searches end the process when a squared sum overflows; no real weight comes near these bounds.
 _GRID_TYPES: Final = frozenset(t for t in ENCODABLE if t.name.startswith(("IQ1", "IQ2", "IQ3")))
 _LARGEST_GRID_WEIGHT: Final = 1e5
 _LARGEST_GRID_PRODUCT: Final = 1e15
@@ -137,7 +137,13 @@ def encode(values: F32Array, qtype: QuantType, importance: F32Array | None = Non
         weights = _tame(weights, largest)
     _prepare(qtype)
     written = _library().ggml_quantize_chunk(
-        int(qtype), source.ctypes.data, out.ctypes.data, 0, rows, columns, None if weights is None else weights.ctypes.data
+        int(qtype),
+        source.ctypes.data,
+        out.ctypes.data,
+        0,
+        rows,
+        columns,
+        None if weights is None else weights.ctypes.data,
     )
     if written != out.nbytes:
         raise InputError(f"libggml wrote {written} bytes of {qtype.name} where {out.nbytes} were due")
