@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from gguf_samples import Files
 
 from convert.config import ModelConfig
 from convert.gguf_file import MetadataEntry, ValueType, header_bytes
@@ -30,16 +31,6 @@ RECIPE = SimpleNamespace(name="MXFP4", file_type=38)
 VOCAB = SimpleNamespace(
     tokens=["a", "b", "ab"], types=[1, 1, 3], merges=["a b"], bos=163584, eos=163586, pad=163839, pre="kimi-k2"
 )
-
-
-@dataclass
-class Files:
-    """A checkpoint of side files only."""
-
-    files: dict[str, bytes] = field(default_factory=dict)
-
-    def read_file(self, name: str) -> bytes | None:
-        return self.files.get(name)
 
 
 def build(config: ModelConfig, files: dict[str, bytes] | None = None, **options: Any) -> ModelMetadata:

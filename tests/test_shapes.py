@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from gguf_samples import small
 
-from convert.config import ModelConfig
 from convert.domain import SourceTensor
 from convert.layout import build_layout
 from convert.shapes import SHAPES, released_config, released_specs, text_sources, vision_sources
@@ -16,22 +14,6 @@ CENSUS = {
     "k3": (2_573, 497_220, 1_560_860_324_864),
     "k3.1-pro": (2_693, 497_340, 1_561_217_377_280),
 }
-
-
-def small(config: ModelConfig) -> ModelConfig:
-    """The released pattern of layers at five layers and toy widths."""
-    return replace(
-        config,
-        n_layers=5,
-        hidden=64,
-        vocab_size=320,
-        ffn_dense=96,
-        layer_kinds=("kda", "kda", "kda", "mla", "mla"),
-        kda=replace(config.kda, heads=2, head_dim=32),
-        mla=replace(config.mla, heads=2, q_lora=64, kv_lora=32, nope=32, rope=16, v=32),
-        moe=replace(config.moe, experts=6, used=2, width=32, latent=64),
-        dsa=config.dsa and replace(config.dsa, heads=4, head_dim=32, layers=(3, 4)),
-    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
