@@ -38,6 +38,7 @@ _LARGEST_GRID_WEIGHT: Final = 1e5
 _LARGEST_GRID_PRODUCT: Final = 1e15
 _LARGEST_WEIGHT: Final = 1e15
 
+_BF16_HINT: Final = "keep this tensor in BF16 with --tensor-type"
 _FLOATS: Final = frozenset({QuantType.F32, QuantType.F16, QuantType.BF16})
 _init_lock = threading.Lock()
 
@@ -100,14 +101,13 @@ def _traits(qtype: QuantType) -> _TypeTraits:
     return traits
 
 
-def encode(values: F32Array, qtype: QuantType, importance: F32Array | None = None, first_row: int = 0) -> U8Array:
+def encode(values: F32Array, qtype: QuantType, importance: F32Array | None = None) -> U8Array:
     """Encode float rows with ggml's encoder.
 
     Args:
         values: F32 [rows, columns]; columns a multiple of the type's block.
         qtype: one of ``ENCODABLE``.
         importance: F32 [columns], weight of each column's squared error, or None.
-        first_row: number of the first row, for messages.
 
     Returns:
         U8 [rows, row_bytes(qtype, columns)].
@@ -115,7 +115,7 @@ def encode(values: F32Array, qtype: QuantType, importance: F32Array | None = Non
     Raises:
         UsageError: type, shape or row width do not fit.
         InputError: the type needs importance and there is none, or importance is not finite and non-negative.
-        ValueFault: a weight is not finite, or too large for the type's half-precision scales; names the row.
+        ValueFault: a weight is not finite, or too large for the type's half-precision scales; carries the row.
     """
     if qtype not in ENCODABLE:
         raise UsageError(f"no encoder for {qtype.name}", "types: " + ", ".join(sorted(t.name for t in ENCODABLE)))
@@ -131,7 +131,7 @@ def encode(values: F32Array, qtype: QuantType, importance: F32Array | None = Non
     if values.size == 0:
         return out
     source = np.ascontiguousarray(values, dtype=np.float32)
-    largest = _check_weights(source, qtype, first_row)
+    largest = _check_weights(source, qtype)
     weights = None if importance is None else _check_importance(importance, columns)
     if weights is not None and qtype in _GRID_TYPES:
         weights = _tame(weights, largest)
@@ -147,7 +147,7 @@ def encode(values: F32Array, qtype: QuantType, importance: F32Array | None = Non
     )
     if written != out.nbytes:
         raise InputError(f"libggml wrote {written} bytes of {qtype.name} where {out.nbytes} were due")
-    _check_scales(out, qtype, first_row)
+    _check_scales(out, qtype)
     return out
 
 
@@ -186,7 +186,7 @@ def _tame(importance: F32Array, largest: float) -> F32Array:
     return np.ldexp(importance, -math.ceil(math.log2(product / _LARGEST_GRID_PRODUCT)))
 
 
-def _check_weights(values: F32Array, qtype: QuantType, first_row: int) -> float:
+def _check_weights(values: F32Array, qtype: QuantType) -> float:
     """The largest magnitude among ``values``."""
     # Two reductions instead of a mask: they carry NaN along and need no temporary of the tensor's size.
     low, high = float(values.min()), float(values.max())
@@ -195,11 +195,12 @@ def _check_weights(values: F32Array, qtype: QuantType, first_row: int) -> float:
         if qtype in _FLOATS or largest <= (_LARGEST_GRID_WEIGHT if qtype in _GRID_TYPES else _LARGEST_WEIGHT):
             return largest
         row = int(np.argmax(np.abs(values).max(axis=1)))
-        raise ValueFault(f"row {first_row + row}: weight of magnitude {largest:g} is too large for {qtype.name}")
+        raise ValueFault(f"weight of magnitude {largest:g} is too large for {qtype.name}", _BF16_HINT, row)
     row, column = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
     raise ValueFault(
-        f"row {first_row + row}, column {column}: weight is {values[row, column]}, not a finite number",
+        f"the weight in column {column} is {values[row, column]}, not a finite number",
         "the checkpoint is damaged or its training diverged",
+        row,
     )
 
 
@@ -236,7 +237,7 @@ _SCALE_OFFSETS: Final = {
 }
 
 
-def _check_scales(encoded: U8Array, qtype: QuantType, first_row: int) -> None:
+def _check_scales(encoded: U8Array, qtype: QuantType) -> None:
     """Refuse blocks whose scale left the range of its float format; a reader would make them infinite."""
     rows = encoded.shape[0]
     if qtype is QuantType.BF16:
@@ -253,7 +254,4 @@ def _check_scales(encoded: U8Array, qtype: QuantType, first_row: int) -> None:
     else:
         return
     if bad.any():
-        row = first_row + int(np.argwhere(bad)[0, 0])
-        raise ValueFault(
-            f"row {row}: its weights are too large for {qtype.name}", "keep this tensor in BF16 with --tensor-type"
-        )
+        raise ValueFault(f"weights are too large for {qtype.name}", _BF16_HINT, int(np.argwhere(bad)[0, 0]))

@@ -36,39 +36,33 @@ _MIDPOINTS = (_MAGNITUDES[:-1] + _MAGNITUDES[1:]) / np.float32(2)
 _BOUNDS = np.where(np.arange(7) % 2 == 0, np.nextafter(_MIDPOINTS, np.float32(np.inf)), _MIDPOINTS)
 
 
-def check_scales(rows: Mxfp4Rows, first_row: int = 0) -> None:
+def check_scales(rows: Mxfp4Rows) -> None:
     """Refuse scales that are NaN (255) or that take one of their codes beyond float32 (253 and 254).
 
-    Args:
-        rows: packed rows.
-        first_row: number of the first row, for the message.
-
     Raises:
-        ValueFault: names the row, the column of the block and the scale byte.
+        ValueFault: carries the row; names the columns of the block and the scale byte.
     """
     _check_shapes(rows)
     if rows.scales.size == 0 or int(rows.scales.max()) < 253:
         return
     for row, block in np.argwhere(rows.scales >= 253):
         scale = int(rows.scales[row, block])
-        where = f"row {first_row + int(row)}, columns {int(block) * BLOCK} to {int(block) * BLOCK + BLOCK - 1}"
+        where = f"of columns {int(block) * BLOCK} to {int(block) * BLOCK + BLOCK - 1}"
+        hint = "the checkpoint is damaged; download the shard again"
         if scale == 255:
-            raise ValueFault(f"{where}: scale byte 255 is NaN", "the checkpoint is damaged; download the shard again")
+            raise ValueFault(f"scale byte 255 {where} is NaN", hint, int(row))
         codes = rows.packed[row, block * 16 : block * 16 + 16]
         if max(int((codes & 7).max()), int((codes >> 4 & 7).max())) >= _OVERFLOWING[scale]:
-            raise ValueFault(
-                f"{where}: scale byte {scale} (2^{scale - 127}) takes its codes beyond float32",
-                "the checkpoint is damaged; download the shard again",
-            )
+            raise ValueFault(f"scale byte {scale} {where} takes its codes beyond float32", hint, int(row))
 
 
-def decode(rows: Mxfp4Rows, first_row: int = 0) -> F32Array:
+def decode(rows: Mxfp4Rows) -> F32Array:
     """The exact values of packed rows, F32 [rows, columns].
 
     Raises:
         ValueFault: as ``check_scales``.
     """
-    check_scales(rows, first_row)
+    check_scales(rows)
     count, half = rows.packed.shape
     values = _PAIRS[rows.packed].view(np.float32).reshape(count, half // 16, BLOCK)
     values *= _MULTIPLIERS[rows.scales][:, :, None]
@@ -127,7 +121,7 @@ def quantize(values: F32Array, rule: Literal["floor", "ceil"] = "ceil") -> Mxfp4
     blocks = np.ascontiguousarray(values, dtype=np.float32).reshape(count, columns // BLOCK, BLOCK)
     largest = np.abs(blocks).max(axis=2, initial=0)
     if not np.isfinite(largest).all():
-        raise ValueFault(f"row {int(np.argwhere(~np.isfinite(largest))[0, 0])}: a value is not finite")
+        raise ValueFault("a value is not finite", row=int(np.argwhere(~np.isfinite(largest))[0, 0]))
     mantissa, exponent = np.frexp(largest)  # largest = mantissa * 2^exponent, 0.5 <= mantissa < 1
     shift = exponent - 3 if rule == "floor" else exponent - 2 - (mantissa <= 0.75)
     shift = np.where(largest == 0, 0, np.clip(shift, -127, 127)).astype(np.int32)

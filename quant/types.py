@@ -48,7 +48,7 @@ def parse_type(name: str) -> QuantType:
         UsageError: no such type; the message lists the names.
     """
     try:
-        return QuantType[name.upper()]
+        return gguf.GGMLQuantizationType[name.upper()]
     except KeyError:
         names = ", ".join(t.name for t in QuantType)
         raise UsageError(f"unknown tensor type {name!r}", f"known types: {names}") from None
