@@ -69,7 +69,7 @@ _Static_assert(sizeof(kq_block_q6_k) == 210, "q6_k");
 typedef struct {
     int64_t blocks;  /* blocks written (super-blocks of the K types) */
     int64_t exact;   /* of these, blocks that decode to the very values of the source */
-    int64_t clipped; /* of these, blocks whose scale left the normal range of fp16, so that precision was lost */
+    int64_t clipped; /* of the others, blocks with values too large or too fine for the range of an fp16 scale */
 } kq_stats;
 
 /* One row to encode. `importance` holds the weight of each column's squared error or is NULL; `weights` is what the

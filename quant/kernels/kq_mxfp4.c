@@ -1,5 +1,5 @@
 /* MXFP4 to ggml's block_mxfp4: the same codes and scale bytes in another order. */
-#include "kq.h"
+#include "kq_exact.h"
 
 static void row_scalar(const kq_row *row) {
     int64_t blocks = row->cols / KQ_BLOCK;
@@ -21,5 +21,15 @@ const kq_codec kq_codec_mxfp4 = {
     .type = KQ_TYPE_MXFP4,
     .block = KQ_BLOCK,
     .bytes = sizeof(kq_block_mxfp4),
-    .row = {[KQ_SCALAR] = row_scalar},
+    .row =
+        {
+            [KQ_SCALAR] = row_scalar,
+#if KQ_X86
+            [KQ_AVX2] = kq_mxfp4_row_avx2,
+            [KQ_AVX512] = kq_mxfp4_row_avx512,
+#endif
+#if KQ_NEON
+            [KQ_ISA_NEON] = kq_mxfp4_row_neon,
+#endif
+        },
 };

@@ -1,0 +1,140 @@
+/* ggml's scale searches, restated: a few densities around "largest value on the largest quant", each followed by a
+ * least-squares refit. Single precision and the order of summation are theirs, so that on blocks without an exact
+ * representation the candidate they yield is the one that ggml's encoder would write, and the result is never worse.
+ */
+#include "kq_classic.h"
+
+#include <math.h>
+
+static const float tiny = 1e-15f; /* below it ggml takes a group for all zero */
+
+static int nearest(float value, int low, int high) {
+    if (!(value > (float)low)) return low;
+    return value >= (float)high ? high : (int)rintf(value);
+}
+
+float kq_classic_scale(int n, int levels, const float *x, const float *w) {
+    float extreme = 0;
+    for (int i = 0; i < n; ++i) {
+        if (fabsf(x[i]) > fabsf(extreme)) extreme = x[i];
+    }
+    if (fabsf(extreme) < tiny) return 0;
+    float scale = 0, best = 0;
+    for (int order = 0; order < 19; ++order) {
+        int step = order == 0 ? 0 : order <= 9 ? order - 10 : order - 9;
+        float density = -((float)levels + 0.1f * (float)step) / extreme;
+        float lx = 0, ll = 0;
+        for (int i = 0; i < n; ++i) {
+            float l = (float)nearest(density * x[i], -levels, levels - 1);
+            float weight = w ? w[i] : x[i] * x[i];
+            lx += weight * x[i] * l;
+            ll += weight * l * l;
+        }
+        if (order == 0) {
+            scale = ll != 0 ? lx / ll : 0;
+            best = scale * lx;
+        } else if (ll > 0 && lx * lx > best * ll) {
+            scale = lx / ll;
+            best = scale * lx;
+        }
+    }
+    return scale;
+}
+
+float kq_classic_scale_min(int n, int top, const float *x, const float *w, float first, float step, int steps,
+                           float *minimum) {
+    float low = x[0], high = x[0], sum_w = w[0], sum_x = w[0] * x[0];
+    for (int i = 1; i < n; ++i) {
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+        sum_w += w[i];
+        sum_x += w[i] * x[i];
+    }
+    if (low > 0) low = 0;
+    *minimum = -low;
+    if (!(high > low)) return 0;
+    float base = low, plain = (float)top / (high - low), best_scale = 1 / plain, best = 0;
+    for (int i = 0; i < n; ++i) {
+        float diff = best_scale * (float)nearest(plain * (x[i] - low), 0, top) + low - x[i];
+        best += w[i] * (diff * diff);
+    }
+    for (int s = 0; s <= steps; ++s) {
+        float density = (first + step * (float)s + (float)top) / (high - low);
+        /* The lattice starts from the best minimum so far, as in the original. */
+        float l_sum = 0, ll_sum = 0, lx_sum = 0;
+        for (int i = 0; i < n; ++i) {
+            float l = (float)nearest(density * (x[i] - base), 0, top);
+            l_sum += w[i] * l;
+            ll_sum += w[i] * l * l;
+            lx_sum += w[i] * l * x[i];
+        }
+        float determinant = sum_w * ll_sum - l_sum * l_sum;
+        if (!(determinant > 0)) continue;
+        float this_scale = (sum_w * lx_sum - sum_x * l_sum) / determinant;
+        float this_low = (ll_sum * sum_x - l_sum * lx_sum) / determinant;
+        if (this_low > 0) {
+            this_low = 0;
+            this_scale = lx_sum / ll_sum;
+        }
+        float error = 0;
+        for (int i = 0; i < n; ++i) {
+            float l = (float)nearest(density * (x[i] - base), 0, top);
+            float diff = this_scale * l + this_low - x[i];
+            error += w[i] * (diff * diff);
+        }
+        if (error < best) {
+            best = error;
+            best_scale = this_scale;
+            base = this_low;
+            *minimum = -this_low;
+        }
+    }
+    return best_scale;
+}
+
+float kq_classic_positive(int n, int top, const float *x, const float *w, uint8_t *q) {
+    float high = 0;
+    for (int i = 0; i < n; ++i) high = x[i] > high ? x[i] : high;
+    for (int i = 0; i < n; ++i) q[i] = 0;
+    if (high < tiny) return 0;
+    float density = (float)top / high, best = 0;
+    for (int step = -5; step <= 4; ++step) {
+        /* The first pass measures the plain density, the others those around it. */
+        float candidate = step == -5 ? density : (0.1f * (float)step + (float)top) / high;
+        if (step == 0) continue;
+        float error = 0;
+        for (int i = 0; i < n; ++i) {
+            float diff = x[i] - 1 / candidate * (float)nearest(candidate * x[i], 0, top);
+            error += w[i] * diff * diff;
+        }
+        if (step == -5 || error < best) {
+            best = error;
+            density = candidate;
+        }
+    }
+    float lx = 0, ll = 0;
+    for (int i = 0; i < n; ++i) {
+        q[i] = (uint8_t)nearest(density * x[i], 0, top);
+        lx += w[i] * x[i] * q[i];
+        ll += w[i] * q[i] * q[i];
+    }
+    for (int round = 0; round < 5; ++round) {
+        int changed = 0;
+        for (int i = 0; i < n; ++i) {
+            float other_lx = lx - w[i] * x[i] * q[i], other_ll = ll - w[i] * q[i] * q[i];
+            if (!(other_lx > 0 && other_ll > 0)) continue;
+            int l = nearest(x[i] * other_ll / other_lx, 0, top);
+            if (l == q[i]) continue;
+            other_lx += w[i] * x[i] * (float)l;
+            other_ll += w[i] * (float)l * (float)l;
+            if (other_lx * other_lx * ll > lx * lx * other_ll) {
+                q[i] = (uint8_t)l;
+                lx = other_lx;
+                ll = other_ll;
+                changed = 1;
+            }
+        }
+        if (!changed) break;
+    }
+    return ll > 0 ? lx / ll : 0;
+}

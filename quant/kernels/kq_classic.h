@@ -1,0 +1,18 @@
+/* The scale searches that ggml's own encoders use, for blocks that no exact representation fits; see kq_classic.c. */
+#ifndef KQ_CLASSIC_H
+#define KQ_CLASSIC_H
+
+#include <stdint.h>
+
+/* Scale for x = scale * q, -levels <= q < levels. Weights w, or x * x where w is NULL. */
+float kq_classic_scale(int n, int levels, const float *x, const float *w);
+
+/* Scale for x = scale * q - minimum, 0 <= q <= top, minimum >= 0. Densities (first + i * step + top) / range,
+ * i = 0..steps, are tried. */
+float kq_classic_scale_min(int n, int top, const float *x, const float *w, float first, float step, int steps,
+                           float *minimum);
+
+/* Scale for x = scale * q, 0 <= q <= top, x >= 0; the q are returned too. */
+float kq_classic_positive(int n, int top, const float *x, const float *w, uint8_t *q);
+
+#endif

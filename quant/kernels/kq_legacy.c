@@ -1,0 +1,128 @@
+/* The formats with blocks of 32 and plain scales: Q4_0, Q4_1, Q5_0, Q5_1. They serve rows that are no multiple of 256.
+ *
+ * A block has one MXFP4 scale, so its values are t * 2^(s - 128), -12 <= t <= 12:
+ *   Q5_0 holds -16..15 and is exact with d = 2^(s - 128) while that is an fp16 number (s in 104..143);
+ *   Q5_1 holds 0..31 above a minimum and is exact with m = -12 d while m too is one (s in 104..140);
+ *   Q4_0 and Q4_1 have 16 levels for up to 15 values and are fitted, as are the others outside their range.
+ */
+#include "kq_fit.h"
+
+/* fp16 bits of 12 * 2^e, -24 <= e <= 12. */
+static uint16_t half_12(int e) {
+    return kq_half_from_double(12 * kq_pow2(e));
+}
+
+static void count(kq_stats *stats, const kq_fit *fit, int has_min) {
+    stats->blocks += 1;
+    stats->exact += fit->exact;
+    stats->clipped += !fit->exact && (kq_half_at_end(fit->d) || (has_min && (fit->m & 0x7fff) >= 0x7bff));
+}
+
+/* Codes of a block as quants q (offset so that they start at 0), in column order. */
+static void quants(const uint8_t *packed, const int8_t *q, int offset, uint8_t *out) {
+    for (int i = 0; i < 16; ++i) {
+        out[2 * i] = (uint8_t)(q[packed[i] & 15] + offset);
+        out[2 * i + 1] = (uint8_t)(q[packed[i] >> 4] + offset);
+    }
+}
+
+static void pack_low(const uint8_t *quant, uint8_t *qs) {
+    for (int j = 0; j < 16; ++j) qs[j] = (uint8_t)((quant[j] & 15) | quant[j + 16] << 4);
+}
+
+static void pack_high(const uint8_t *quant, uint8_t *qh) {
+    uint32_t bits = 0;
+    for (int j = 0; j < 32; ++j) bits |= (uint32_t)(quant[j] >> 4) << j;
+    for (int i = 0; i < 4; ++i) qh[i] = (uint8_t)(bits >> 8 * i);
+}
+
+static void fit_block(const kq_row *row, int64_t b, int qmin, int qmax, kq_fit *fit) {
+    kq_hist h;
+    kq_histogram(row->packed + 16 * b, KQ_BLOCK, row->scales[b], row->importance ? row->importance + 32 * b : NULL, &h);
+    if (qmin < 0) {
+        kq_fit_scale(&h, qmin, qmax, fit);
+    } else {
+        kq_fit_scale_min(&h, qmax, fit);
+    }
+    /* Code 8 is counted as code 0 and must be written like it. */
+    fit->q[8] = fit->q[0];
+}
+
+static void row_q4_0(const kq_row *row) {
+    kq_block_q4_0 *out = (kq_block_q4_0 *)row->out;
+    for (int64_t b = 0; b < row->cols / KQ_BLOCK; ++b) {
+        kq_fit fit;
+        uint8_t quant[32];
+        fit_block(row, b, -8, 7, &fit);
+        quants(row->packed + 16 * b, fit.q, 8, quant);
+        out[b].d = fit.d;
+        pack_low(quant, out[b].qs);
+        count(row->stats, &fit, 0);
+    }
+}
+
+static void row_q4_1(const kq_row *row) {
+    kq_block_q4_1 *out = (kq_block_q4_1 *)row->out;
+    for (int64_t b = 0; b < row->cols / KQ_BLOCK; ++b) {
+        kq_fit fit;
+        uint8_t quant[32];
+        fit_block(row, b, 0, 15, &fit);
+        quants(row->packed + 16 * b, fit.q, 0, quant);
+        out[b].d = fit.d;
+        out[b].m = fit.m;
+        pack_low(quant, out[b].qs);
+        count(row->stats, &fit, 1);
+    }
+}
+
+static void row_q5_0(const kq_row *row) {
+    kq_block_q5_0 *out = (kq_block_q5_0 *)row->out;
+    for (int64_t b = 0; b < row->cols / KQ_BLOCK; ++b) {
+        kq_fit fit;
+        uint8_t quant[32];
+        if (row->scales[b] >= 104 && row->scales[b] <= 143) {
+            fit.d = kq_half_pow2(row->scales[b] - 128);
+            fit.exact = 1;
+            memcpy(fit.q, kq_level, sizeof fit.q);
+        } else {
+            fit_block(row, b, -16, 15, &fit);
+        }
+        quants(row->packed + 16 * b, fit.q, 16, quant);
+        out[b].d = fit.d;
+        pack_low(quant, out[b].qs);
+        pack_high(quant, out[b].qh);
+        count(row->stats, &fit, 0);
+    }
+}
+
+static void row_q5_1(const kq_row *row) {
+    kq_block_q5_1 *out = (kq_block_q5_1 *)row->out;
+    for (int64_t b = 0; b < row->cols / KQ_BLOCK; ++b) {
+        kq_fit fit;
+        uint8_t quant[32];
+        int exponent = row->scales[b] - 128;
+        if (exponent >= -24 && exponent <= 12) {
+            fit.d = kq_half_pow2(exponent);
+            fit.m = half_12(exponent) | 0x8000;
+            fit.exact = 1;
+            for (int c = 0; c < KQ_CODES; ++c) fit.q[c] = (int8_t)(kq_level[c] + 12);
+        } else {
+            fit_block(row, b, 0, 31, &fit);
+        }
+        quants(row->packed + 16 * b, fit.q, 0, quant);
+        out[b].d = fit.d;
+        out[b].m = fit.m;
+        pack_low(quant, out[b].qs);
+        pack_high(quant, out[b].qh);
+        count(row->stats, &fit, 1);
+    }
+}
+
+const kq_codec kq_codec_q4_0 = {
+    .type = KQ_TYPE_Q4_0, .block = KQ_BLOCK, .bytes = sizeof(kq_block_q4_0), .row = {[KQ_SCALAR] = row_q4_0}};
+const kq_codec kq_codec_q4_1 = {
+    .type = KQ_TYPE_Q4_1, .block = KQ_BLOCK, .bytes = sizeof(kq_block_q4_1), .row = {[KQ_SCALAR] = row_q4_1}};
+const kq_codec kq_codec_q5_0 = {
+    .type = KQ_TYPE_Q5_0, .block = KQ_BLOCK, .bytes = sizeof(kq_block_q5_0), .row = {[KQ_SCALAR] = row_q5_0}};
+const kq_codec kq_codec_q5_1 = {
+    .type = KQ_TYPE_Q5_1, .block = KQ_BLOCK, .bytes = sizeof(kq_block_q5_1), .row = {[KQ_SCALAR] = row_q5_1}};
