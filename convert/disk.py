@@ -48,6 +48,6 @@ def free_bytes(directory: Path) -> int:
 def allocated_bytes(path: Path) -> int:
     """Bytes that a file takes on disk, holes not counted; 0 when there is none."""
     try:
-        return os.stat(path).st_blocks * 512
+        return path.stat().st_blocks * 512
     except FileNotFoundError:
         return 0

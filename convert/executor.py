@@ -10,6 +10,7 @@ the file is read back, recorded, and renamed.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,22 +21,23 @@ from typing import Any, Literal
 
 import numpy as np
 
-from convert.domain import Plan, Source, TensorSpec
+from convert.domain import Plan, PlannedTensor, Source, TensorSpec
 from convert.journal import Journal
 from convert.output import OutputSet
+from convert.plan import uses_importance
 from convert.progress import Progress
 from convert.readback import DamagedUnits, check_file
 from convert.scheduler import Scheduler
-from convert.transforms import TRANSFORMS, Array, Operand, chunks, row_count
+from convert.transforms import TRANSFORMS, Array, Operand, chunks, expert_rows, row_count, source_names
 from convert.units import UnitTable
 from quant.encode import encode
-from quant.errors import KimiGgufError, ValueFault
+from quant.errors import ValueFault
 from quant.imatrix import Imatrix
 from quant.tensors import F32Array, U8Array
 
 CHUNK_WEIGHTS = 1 << 20
 FLUSH_SECONDS = 1.0
-_STACKS_REMEMBERED = 4
+_MATRICES_REMEMBERED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ class UnitWorker:
         self._job = job
         self._encoder: Literal["ggml", "native"] = job.plan.encoder  # type: ignore[assignment]
         self._local = local()
-        self._importance = lru_cache(_STACKS_REMEMBERED)(self._load_importance)
+        self._importance = lru_cache(_MATRICES_REMEMBERED)(self._load_importance)
 
     def do(self, number: int) -> tuple[int, int]:
         """Write unit ``number``; its CRC-32 and its bytes."""
@@ -197,27 +199,40 @@ class UnitWorker:
         tensor = job.plan.tensors[unit.tensor]
         spec = tensor.spec
         row_bytes = tensor.nbytes // row_count(spec)
+        matrices = self._weighed_matrices(unit.tensor)
         checksum = total = 0
-        for begin, end in chunks(spec, unit.row_begin, unit.row_end, CHUNK_WEIGHTS):
-            data = self._chunk(unit.tensor, begin, end)
-            view = memoryview(data).cast("B")
-            job.outputs.write(tensor.file, view, tensor.offset + begin * row_bytes)
-            checksum = zlib.crc32(view, checksum)
-            total += len(view)
+        for begin, end in chunks(spec, unit.row_begin, unit.row_end, CHUNK_WEIGHTS, matrices or 1):
+            importance = self._importance(unit.tensor, begin * matrices // row_count(spec)) if matrices else None
+            data = self._chunk(tensor, begin, end, importance).reshape(-1).data
+            job.outputs.write(tensor.file, data, tensor.offset + begin * row_bytes)
+            checksum = zlib.crc32(data, checksum)
+            total += len(data)
         return checksum, total
 
-    def _chunk(self, index: int, begin: int, end: int) -> U8Array:
-        """Encoded rows [begin, end) of a tensor."""
-        tensor = self._job.plan.tensors[index]
+    def _chunk(self, tensor: PlannedTensor, begin: int, end: int, importance: F32Array | None) -> U8Array:
+        """Encoded rows [begin, end) of a tensor, which lie in one matrix of a stack if importance is given."""
         spec = tensor.spec
         transform = TRANSFORMS[spec.transform]
         operands = transform.reads(spec, self._job.source.tensors, begin, end)
         try:
             rows = transform.apply(spec, [self._read(n, operand) for n, operand in enumerate(operands)])
-            importance = self._importance(index)
             return encode(rows, tensor.qtype, encoder=self._encoder, importance=importance)
         except ValueFault as fault:
-            raise _located(fault, spec, begin) from fault
+            raise self._located(fault, spec, begin) from fault
+
+    def _located(self, fault: ValueFault, spec: TensorSpec, begin: int) -> ValueFault:
+        """``fault`` with the names of the output tensor, its expert and row, and its sources."""
+        row = begin + (fault.row or 0)
+        rows = expert_rows(spec)
+        where = [spec.name]
+        if spec.experts:
+            where.append(f"expert {row // rows}")
+        if fault.row is not None:
+            where.append(f"row {row % rows}")
+        names = list(source_names(spec, row, row + 1))
+        shards = {self._job.source.shards[self._job.source.tensors[name].shard].name for name in names}
+        origin = f" (from {' and '.join(names)} in {' and '.join(sorted(shards))})" if names else ""
+        return ValueFault(f"{', '.join(where)}: {fault.message}{origin}", fault.hint, fault.row)
 
     def _read(self, slot: int, operand: Operand) -> Array:
         """The array of an operand, in this thread's buffer number ``slot``."""
@@ -226,15 +241,24 @@ class UnitWorker:
             buffers.append(np.empty(0, dtype=np.uint8))
         if buffers[slot].size < operand.nbytes:
             buffers[slot] = np.empty(operand.nbytes, dtype=np.uint8)
-        data = buffers[slot][: operand.nbytes]
-        view = memoryview(data)
+        data: U8Array = buffers[slot][: operand.nbytes]
+        view = data.data
         for offset, size in operand.ranges:
             self._job.source.read_into(operand.shard, offset, view[:size])
             view = view[size:]
-        return data.view(operand.dtype).reshape(operand.shape)
+        array: Array = data.view(operand.dtype)
+        return array.reshape(operand.shape)
 
-    def _load_importance(self, index: int) -> F32Array | None:
+    def _weighed_matrices(self, index: int) -> int:
+        """Number of stacked matrices that have importance of their own; 0 when the tensor has none or uses none."""
+        tensor = self._job.plan.tensors[index]
+        imatrix = self._job.imatrix
+        if imatrix is None or not uses_importance(tensor) or not imatrix.check(tensor.spec.name, tensor.spec.shape):
+            return 0
+        return math.prod(tensor.spec.shape[:-2])
+
+    def _load_importance(self, index: int, matrix: int) -> F32Array | None:
         if self._job.imatrix is None:
             return None
         spec = self._job.plan.tensors[index].spec
-        return self._job.imatrix.importance(spec.name, spec.shape)
+        return self._job.imatrix.importance_of(spec.name, spec.shape, matrix)

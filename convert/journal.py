@@ -63,11 +63,15 @@ class Journal:
         header: as read, or as given for a new journal.
         checksums: CRC-32 of each unit by number, -1 for units that are not done.
         files: finished files by index.
+        changed: shards whose files are no longer those that earlier runs read; what came from them must be redone.
+        discarded: header of a conversion of another plan that this journal replaces.
     """
 
     def __init__(self, path: Path, descriptor: int, header: JournalHeader) -> None:
         self.path = path
         self.header = header
+        self.changed: tuple[str, ...] = ()
+        self.discarded: JournalHeader | None = None
         self.checksums = array("q", [-1]) * header.units
         self.files: dict[int, FileRecord] = {}
         self._descriptor = descriptor
@@ -136,15 +140,12 @@ class Journal:
             self.files.pop(index, None)
 
 
-def open_journal(path: Path, header: JournalHeader, *, overwrite: bool) -> tuple[Journal, JournalHeader | None]:
+def open_journal(path: Path, header: JournalHeader, *, overwrite: bool) -> Journal:
     """Lock the journal at ``path`` and continue it, or begin a new one.
 
     Args:
         header: of the conversion that is about to run.
-        overwrite: a journal of another plan or source is discarded, else it is refused.
-
-    Returns:
-        the journal, and the header of the one that was discarded, if any.
+        overwrite: a journal of another plan is discarded and changed shards are accepted, else both are refused.
 
     Raises:
         OutputError: another process holds the lock, or the journal belongs to another plan.
@@ -153,36 +154,26 @@ def open_journal(path: Path, header: JournalHeader, *, overwrite: bool) -> tuple
     descriptor = _lock(path)
     try:
         old, records, valid = _read(descriptor)
-        discarded = None
         if old is not None and not overwrite:
             _check_same(path, old, header)
-        if old is None or old.digest != header.digest or old.stamps != header.stamps:
-            discarded, records, valid = old, [], 0
         journal = Journal(path, descriptor, header)
+        first: dict[str, Any] = {"pid": os.getpid()}
+        if old is None or old.digest != header.digest:
+            journal.discarded, records, valid = old, [], 0
+            first = asdict(header) | first
+        elif old.stamps != header.stamps:
+            journal.changed = tuple(_changed(old, header))
+            first["stamps"] = header.stamps
         for record in records:
             journal._replay(record)
         with disk_faults(path):
             os.ftruncate(descriptor, valid)
             os.lseek(descriptor, 0, os.SEEK_END)
-            if valid == 0:
-                _append(descriptor, asdict(header))
-            _append(descriptor, {"pid": os.getpid()})
-        return journal, discarded
+            _append(descriptor, first)
+        return journal
     except BaseException:
         os.close(descriptor)
         raise
-
-
-def peek(path: Path) -> JournalHeader | None:
-    """The header of the journal at ``path``, without locking it; None when there is none."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        return _read(descriptor)[0]
-    finally:
-        os.close(descriptor)
 
 
 def _lock(path: Path) -> int:
@@ -200,7 +191,7 @@ def _lock(path: Path) -> int:
             ) from None
         # The holder of the lock may have finished and removed the journal between open and flock.
         try:
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
         except FileNotFoundError:
             pass
@@ -235,7 +226,14 @@ def _read(descriptor: int) -> tuple[JournalHeader | None, list[dict[str, Any]], 
     records, valid = _lines(descriptor)
     if not records or records[0].get("journal") != VERSION:
         return None, [], 0
-    return JournalHeader(**records[0]), records[1:], valid
+    fields = {key: value for key, value in records[0].items() if key != "pid"}
+    for record in records[1:]:
+        fields["stamps"] = record.get("stamps", fields["stamps"])
+    return JournalHeader(**fields), records[1:], valid
+
+
+def _changed(old: JournalHeader, new: JournalHeader) -> list[str]:
+    return [name for name in new.stamps if old.stamps.get(name) != new.stamps[name]]
 
 
 def _check_same(path: Path, old: JournalHeader, new: JournalHeader) -> None:
@@ -251,9 +249,9 @@ def _check_same(path: Path, old: JournalHeader, new: JournalHeader) -> None:
             f"{path.parent / path.stem} holds an unfinished conversion with another plan: {what}", way_out
         )
     if old.stamps != new.stamps:
-        shards = [name for name in new.stamps if old.stamps.get(name) != new.stamps[name]]
+        shards = _changed(old, new)
         raise InputError(
             f"{len(shards)} shards have changed since the unfinished conversion {path.parent / path.stem} began; "
-            f"the first is {shards[0] if shards else 'none'}",
-            "put the old files back, or give --overwrite to discard it and start anew",
+            f"the first is {shards[0]}",
+            "put the old files back, or give --overwrite to do again what was made from them",
         )

@@ -196,7 +196,7 @@ class _Matcher:
         if strange:
             leaf, count = strange.most_common(1)[0]
             raise InputError(
-                f"{count} tensors end in .{leaf}, an unknown quantization format; the first is {self._at(example[leaf])}",
+                f"{count} tensors end in .{leaf}, an unknown quantization; the first is {self._at(example[leaf])}",
                 "weights may be BF16, F32, or MXFP4 as weight_packed + weight_scale",
             )
 

@@ -101,7 +101,7 @@ class OutputSet:
         with disk_faults(self.final(index)):
             if descriptor is not None:
                 os.close(descriptor)
-            os.replace(self.partial(index), self.final(index))
+            self.partial(index).replace(self.final(index))
             sync_directory(self.directory)
         return self.final(index)
 
@@ -133,5 +133,5 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        temporary.replace(path)
         sync_directory(path.parent)

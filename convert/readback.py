@@ -86,7 +86,7 @@ def check_file(
             by_index = {index: tensor.spec.name for index, tensor in tensors}
             names = list(dict.fromkeys(by_index[units.tensor_of(number)] for number in damaged))
             raise DamagedUnits(
-                f"{path}: {len(damaged)} units of {', '.join(names[:4])} differ from what was written; is the disk sound?",
+                f"{path}: {len(damaged)} units of {', '.join(names[:3])} differ from what was written: a disk fault",
                 "run the same command again: they are done anew",
                 damaged,
             )

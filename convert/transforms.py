@@ -22,7 +22,7 @@ from quant.tensors import Bf16Rows, F32Array, F32Rows, Mxfp4Rows, Rows
 Array = npt.NDArray[Any]
 Tensors = Mapping[str, SourceTensor]
 
-_DTYPES = {"BF16": np.dtype("<u2"), "F32": np.dtype("<f4"), "U8": np.dtype("u1"), "F8_E8M0": np.dtype("u1")}
+_DTYPES: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F32": np.dtype("<f4"), "U8": np.dtype("u1"), "F8_E8M0": np.dtype("u1")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +85,16 @@ def source_names(spec: TensorSpec, row_begin: int, row_end: int) -> Iterator[str
             yield source.format(e=expert)
 
 
-def chunks(spec: TensorSpec, row_begin: int, row_end: int, weights: int) -> Iterator[tuple[int, int]]:
-    """Ranges of at most about ``weights`` weights that cover [row_begin, row_end); none crosses into another expert."""
+def chunks(spec: TensorSpec, row_begin: int, row_end: int, weights: int, parts: int = 1) -> Iterator[tuple[int, int]]:
+    """Ranges of at most about ``weights`` weights that cover [row_begin, row_end).
+
+    None crosses from one expert into the next, nor from one of the ``parts`` equal parts of the tensor.
+    """
     quantum = TRANSFORMS[spec.transform].quantum(spec)
     step = max(weights // (spec.shape[-1] * quantum), 1) * quantum
-    rows = expert_rows(spec)
+    bound = row_count(spec) // max(parts, spec.experts, 1)
     while row_begin < row_end:
-        end = min(row_begin + step, (row_begin // rows + 1) * rows, row_end)
+        end = min(row_begin + step, (row_begin // bound + 1) * bound, row_end)
         yield row_begin, end
         row_begin = end
 

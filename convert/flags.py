@@ -1,0 +1,111 @@
+"""Flags of the verbs as values: sizes, types, patterns, and the rules between them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from convert.overrides import parse_override
+from convert.plan import Choices
+from quant.errors import UsageError
+from quant.gguf_split import parse_split_name
+from quant.recipes import resolve
+from quant.types import QuantType, parse_type
+
+PathLike = str | os.PathLike[str]
+
+DEFAULT_SPLIT = "48G"
+ENCODERS = ("ggml", "native")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)", re.IGNORECASE)
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of ``48G``, ``500M``, ``1.5T`` or a plain number; G is 1e9, as llama.cpp's splitter has it.
+
+    Raises:
+        UsageError: another spelling, or nothing.
+    """
+    if isinstance(text, int):
+        size = text
+    else:
+        match = _SIZE.fullmatch(text.strip())
+        if not match:
+            raise UsageError(f"{text!r} is not a size", "write bytes, or a number with K, M, G or T: 48G is 48e9 bytes")
+        size = round(float(match[1]) * _UNITS[match[2].upper()])
+    if size <= 0:
+        raise UsageError(f"a file size of {text} leaves no room for anything")
+    return size
+
+
+def parse_tensor_type(text: str) -> tuple[str, QuantType]:
+    """``REGEX=TYPE`` as a pair.
+
+    Raises:
+        UsageError: another spelling, an unknown type, or not a regular expression.
+    """
+    pattern, equals, type_name = text.rpartition("=")
+    if not equals or not pattern:
+        raise UsageError(f"{text!r} is not REGEX=TYPE", "for example --tensor-type 'ffn_down_exps=Q5_K'")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UsageError(f"{pattern!r} is not a regular expression: {error}") from None
+    return pattern, parse_type(type_name)
+
+
+def choices_from_flags(
+    *,
+    quant: str,
+    outfile: PathLike | None,
+    outdir: PathLike | None,
+    split_max_size: str | int | None,
+    name: str | None,
+    tensor_type: Sequence[str],
+    output_tensor_type: str | None,
+    token_embedding_type: str | None,
+    override_kv: Sequence[str],
+    encoder: str,
+    no_fallback: bool,
+    force: bool,
+) -> tuple[Path, Choices]:
+    """The folder to write to, and all else that the flags of ``convert`` and ``plan`` say.
+
+    Raises:
+        UsageError: a flag that cannot be read, or flags that make no sense together.
+    """
+    if outfile is not None and outdir is not None:
+        raise UsageError("--outfile and --outdir exclude each other", "name one file, or a folder for several")
+    if encoder not in ENCODERS:
+        raise UsageError(f"unknown encoder {encoder!r}", f"known: {', '.join(ENCODERS)}")
+    file = None if outfile is None else Path(outfile)
+    if file is not None:
+        _check_outfile(file)
+    limit = split_max_size if split_max_size is not None or file is not None else DEFAULT_SPLIT
+    choices = Choices(
+        quant=resolve(quant).name,
+        file_name=None if file is None else file.name,
+        split_max_size=None if limit is None else parse_size(limit),
+        name=name,
+        tensor_types=tuple(map(parse_tensor_type, tensor_type)),
+        output_type=None if output_tensor_type is None else parse_type(output_tensor_type),
+        embedding_type=None if token_embedding_type is None else parse_type(token_embedding_type),
+        overrides=tuple(map(parse_override, override_kv)),
+        encoder=encoder,
+        allow_fallback=not no_fallback,
+        force=force,
+    )
+    return (Path(outdir or ".") if file is None else file.parent), choices
+
+
+def _check_outfile(file: Path) -> None:
+    if file.is_dir():
+        raise UsageError(f"{file} is a folder", f"name a file, or give --outdir {file}")
+    if file.suffix != ".gguf":
+        raise UsageError(f"{file.name} does not end in .gguf", f"name it {file.name}.gguf")
+    if parse_split_name(file.name):
+        raise UsageError(
+            f"{file.name} is a name for a part of a split set", "name the whole; parts are numbered by --split-max-size"
+        )

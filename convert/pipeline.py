@@ -1,0 +1,208 @@
+"""The function behind the verb ``convert``; its parameters are named as the flags.
+
+Example:
+    >>> convert("Kimi-K3.1-Pro", quant="Q4_K_M", outdir="out", split_max_size="48G")  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from convert.domain import ConvertResult, Plan, Source
+from convert.executor import FLUSH_SECONDS, Job, run
+from convert.flags import PathLike, choices_from_flags
+from convert.manifest import manifest_bytes
+from convert.output import OutputSet, write_atomically
+from convert.plan import Choices, check_importance, load_imatrix, make_plan, read_checkpoint
+from convert.progress import Progress, Silent
+from convert.session import begin, done_bytes
+from convert.source import open_source
+from convert.units import UnitTable
+from quant.errors import OutputError, UsageError
+from quant.gguf_split import parse_split_name
+from quant.imatrix import Imatrix
+from quant.recipes import resolve
+
+
+def convert(
+    src: PathLike | Source | None = None,
+    *,
+    quant: str,
+    outfile: PathLike | None = None,
+    outdir: PathLike | None = None,
+    split_max_size: str | int | None = None,
+    name: str | None = None,
+    imatrix: PathLike | None = None,
+    tensor_type: Sequence[str] = (),
+    output_tensor_type: str | None = None,
+    token_embedding_type: str | None = None,
+    override_kv: Sequence[str] = (),
+    encoder: Literal["ggml", "native"] = "ggml",
+    no_fallback: bool = False,
+    force: bool = False,
+    threads: int | None = None,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
+    on_file_done: Callable[[Path], None] | None = None,
+) -> ConvertResult:
+    """Convert a checkpoint to GGUF, or continue a conversion that was interrupted.
+
+    Args:
+        src: folder of the checkpoint, or any ``Source``; None is the current folder.
+        quant: recipe, for example ``MXFP4`` or ``Q4_K_M``, in any case.
+        outfile: one output file; not together with ``outdir``.
+        outdir: folder for files named by convention, split at 48 GB; the current folder when neither is given.
+        split_max_size: largest file, header included: bytes, or a number with K, M, G (1e9) or T.
+        name: of the model, when not the checkpoint's own.
+        imatrix: importance matrix, GGUF or legacy.
+        tensor_type: ``REGEX=TYPE`` texts, the first match decides.
+        output_tensor_type, token_embedding_type: types of ``output.weight`` and ``token_embd.weight``.
+        override_kv: ``KEY=TYPE:VALUE`` texts.
+        encoder: ``ggml`` for llama.cpp's bytes, ``native`` for ours.
+        no_fallback: refuse instead of replacing a type that a tensor's rows do not fit.
+        force: allow types below the floors.
+        threads: workers; None takes the processors that this process may use.
+        dry_run: plan and stop.
+        overwrite: replace finished files, discard the half of another plan, redo what came from changed shards.
+        progress: told of everything that happens.
+        on_plan: called with the valid plan before anything is written; may raise to stop.
+        on_file_done: called from a worker thread with each file that has its final name.
+
+    Raises:
+        UsageError: parameters that make no sense together; nothing has been written.
+        InputError: the checkpoint or imatrix cannot be used; nothing has been written.
+        ValueFault: a value met on the way that no output may contain; the partial output stays.
+        OutputError: the output cannot be written or is there already.
+        KeyboardInterrupt: the partial output stays, and the same call continues it.
+    """
+    started = time.monotonic()
+    progress = progress or Silent()
+    directory, choices = choices_from_flags(
+        quant=quant,
+        outfile=outfile,
+        outdir=outdir,
+        split_max_size=split_max_size,
+        name=name,
+        tensor_type=tensor_type,
+        output_tensor_type=output_tensor_type,
+        token_embedding_type=token_embedding_type,
+        override_kv=override_kv,
+        encoder=encoder,
+        no_fallback=no_fallback,
+        force=force,
+    )
+    workers = _threads(threads)
+    if imatrix is None and resolve(quant).needs_imatrix:
+        raise UsageError(
+            f"{resolve(quant).name} needs an importance matrix", "give --imatrix FILE, or choose another --quant"
+        )
+    source = _source(src)
+    stamps = [source.stamp(shard) for shard in range(len(source.shards))]
+    checkpoint = read_checkpoint(source)
+    importance = None if imatrix is None else load_imatrix(imatrix, checkpoint)
+    plan_ = make_plan(checkpoint, choices, importance)
+    check_importance(plan_, importance)
+    if on_plan:
+        on_plan(plan_)
+    if dry_run:
+        return ConvertResult(plan_, (), None, time.monotonic() - started)
+    units = UnitTable([tensor.spec for tensor in plan_.tensors])
+    outputs = OutputSet(directory, _set_name(plan_), plan_.files)
+    _make_directory(directory, outdir is not None)
+    settings = _settings(choices, importance)
+    session = begin(plan_, source, units, outputs, settings, stamps, overwrite=overwrite)
+    try:
+        resumed = len(units) - len(session.pending)
+        progress.planned(plan_, resumed, done_bytes(plan_, units, session.pending))
+        for index in session.unfinished:
+            outputs.prepare(index)
+        job = Job(plan_, source, units, outputs, session.journal, stamps, importance)
+        run(
+            job,
+            session.pending,
+            session.unfinished,
+            threads=workers,
+            progress=progress,
+            on_file_done=on_file_done,
+            flush_seconds=FLUSH_SECONDS,
+        )
+        write_atomically(
+            outputs.manifest,
+            manifest_bytes(
+                checkpoint,
+                plan_,
+                settings,
+                session.journal.files,
+                imatrix_sha256=importance.sha256 if importance else None,
+                origin=str(src) if isinstance(src, str | os.PathLike) else source.label,
+            ),
+        )
+    except BaseException:
+        session.journal.close()
+        raise
+    finally:
+        outputs.close()
+    session.journal.remove()
+    files = tuple(outputs.final(index) for index in range(len(plan_.files)))
+    return ConvertResult(plan_, files, outputs.manifest, time.monotonic() - started, resumed)
+
+
+def _threads(threads: int | None) -> int:
+    if threads is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if threads < 1:
+        raise UsageError(f"{threads} threads cannot do anything", "give --threads 1 or more")
+    return threads
+
+
+def _source(src: PathLike | Source | None) -> Source:
+    if src is None:
+        here = Path.cwd()
+        if not (here / "config.json").is_file():
+            raise UsageError(
+                "no checkpoint is named, and the current folder holds none",
+                "name the folder that holds config.json and the safetensors shards",
+            )
+        return open_source(here)
+    if isinstance(src, str | os.PathLike):
+        return open_source(Path(src))
+    return src
+
+
+def _set_name(plan_: Plan) -> str:
+    """Name of the output as a whole: the single file's, or that of a split set without numbers."""
+    split = parse_split_name(plan_.files[0].name)
+    return f"{split[0]}.gguf" if split and len(plan_.files) > 1 else plan_.files[0].name
+
+
+def _make_directory(directory: Path, may_make: bool) -> None:
+    if directory.is_dir():
+        return
+    if not may_make:
+        raise OutputError(f"there is no folder {directory}", "make it, or choose another --outfile")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot make the folder {directory}: {error.strerror}") from None
+
+
+def _settings(choices: Choices, imatrix: Imatrix | None) -> dict[str, str]:
+    """The choices that were made, by flag name, for the journal's messages and the manifest."""
+    pairs = {
+        "--quant": choices.quant,
+        "--split-max-size": choices.split_max_size,
+        "--name": choices.name,
+        "--imatrix": imatrix.sha256 if imatrix else None,
+        "--tensor-type": ", ".join(f"{pattern}={qtype.name}" for pattern, qtype in choices.tensor_types),
+        "--output-tensor-type": choices.output_type.name if choices.output_type is not None else None,
+        "--token-embedding-type": choices.embedding_type.name if choices.embedding_type is not None else None,
+        "--override-kv": ", ".join(f"{o.key}={o.value}" for o in choices.overrides),
+        "--encoder": choices.encoder,
+    }
+    return {flag: str(value) for flag, value in pairs.items() if value}

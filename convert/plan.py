@@ -1,0 +1,317 @@
+"""The plan: every output tensor with its type, file, offset and bytes, settled before a byte is moved.
+
+A plan needs headers and small files alone. Its size is that of the finished files to the byte, because the header
+bytes are part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from convert.config import ModelConfig, parse_config
+from convert.domain import Plan, PlannedFile, PlannedTensor, Source, SourceTensor, TensorSpec
+from convert.gguf_file import TensorEntry, cut, lay_out_split
+from convert.layout import build_layout
+from convert.metadata import ImatrixFacts, build_metadata, file_stem
+from convert.overrides import Override
+from convert.version import VERSION
+from convert.vocab import Vocab, load_vocab
+from quant.errors import InputError, UsageError
+from quant.gguf_split import split_name
+from quant.imatrix import Imatrix
+from quant.recipe_report import missing_importance
+from quant.recipes import Assignment, RecipeInfo, assign, resolve
+from quant.tensors import RecipeTensor, TensorClass
+from quant.types import QuantType, nbytes
+
+_KEEPING_EXPERTS = {"MXFP4": "is lossless", "MXFP4_MOE": "is lossless for the experts"}
+MANY_FILES = 60
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint whose headers and small files have been read and found sound.
+
+    Attributes:
+        source: where its bytes are.
+        config, vocab: from config.json and tiktoken.model.
+        specs, left_out, warnings: of its layout.
+        config_sha256: of config.json.
+    """
+
+    source: Source
+    config: ModelConfig
+    vocab: Vocab
+    specs: tuple[TensorSpec, ...]
+    left_out: tuple[SourceTensor, ...]
+    warnings: tuple[str, ...]
+    config_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the user decides about a conversion's output bytes.
+
+    Attributes:
+        quant: name or alias of a recipe.
+        file_name: of a single output file, split sets are named after it; None follows the convention.
+        split_max_size: bytes of a file, header included; None for one file.
+        name: of the model, when not the checkpoint's own.
+        tensor_types: (regex, type), the first match decides.
+        output_type, embedding_type: of ``output.weight`` and ``token_embd.weight``.
+        overrides: of metadata.
+        encoder: ``ggml`` or ``native``.
+        allow_fallback: a type that a tensor's rows do not fit is replaced and reported, else refused.
+        force: overrides may go below the floors.
+    """
+
+    quant: str
+    file_name: str | None = None
+    split_max_size: int | None = None
+    name: str | None = None
+    tensor_types: tuple[tuple[str, QuantType], ...] = ()
+    output_type: QuantType | None = None
+    embedding_type: QuantType | None = None
+    overrides: tuple[Override, ...] = ()
+    encoder: str = "ggml"
+    allow_fallback: bool = True
+    force: bool = False
+
+
+def read_checkpoint(source: Source) -> Checkpoint:
+    """Read and check what a plan needs: config, vocabulary, and the place of every tensor.
+
+    Raises:
+        InputError: the checkpoint cannot be converted.
+    """
+    text = source.read_file("config.json")
+    if text is None:
+        raise InputError(f"{source.label} has no config.json", "name a folder that holds a whole checkpoint")
+    config = parse_config(text, "config.json")
+    layout = build_layout(config, source.tensors, source.shards)
+    vocab = load_vocab(source, config)
+    return Checkpoint(
+        source,
+        config,
+        vocab,
+        layout.specs,
+        layout.left_out,
+        (*source.warnings, *layout.warnings),
+        hashlib.sha256(text).hexdigest(),
+    )
+
+
+def load_imatrix(path: str | os.PathLike[str], checkpoint: Checkpoint) -> Imatrix:
+    """Open and check an importance matrix for a checkpoint.
+
+    Raises:
+        InputError: it is damaged; names tensor and expert.
+    """
+    return Imatrix.load(path, {spec.name: spec.shape[-1] for spec in checkpoint.specs})
+
+
+def make_plan(checkpoint: Checkpoint, choices: Choices, imatrix: Imatrix | None = None) -> Plan:
+    """Plan the conversion of a checkpoint.
+
+    Raises:
+        UsageError: an unknown type, a type that needs an imatrix without one, an override below a floor.
+        InputError: an imatrix that does not fit, an architecture that GGUF cannot express.
+    """
+    recipe = resolve(choices.quant)
+    tensors = recipe_tensors(checkpoint.specs)
+    assignments = _assign(recipe, tensors, checkpoint.config, choices, imatrix)
+    metadata = build_metadata(
+        checkpoint.config,
+        checkpoint.vocab,
+        checkpoint.source,
+        recipe,
+        specs=checkpoint.specs,
+        name=choices.name,
+        overrides=choices.overrides,
+        imatrix=_facts(imatrix),
+    )
+    entries = [
+        TensorEntry(spec.name, spec.shape, assignment.qtype)
+        for spec, assignment in zip(checkpoint.specs, assignments, strict=True)
+    ]
+    cuts = cut(metadata.entries, entries, choices.split_max_size)
+    layouts = lay_out_split(metadata.entries, entries, cuts)
+    stem = (choices.file_name or f"{file_stem(metadata.name)}-{recipe.name}.gguf").removesuffix(".gguf")
+    files = tuple(
+        PlannedFile(_file_name(stem, number, len(layouts)), layout.header, layout.nbytes)
+        for number, layout in enumerate(layouts)
+    )
+    places = [(number, offset) for number, layout in enumerate(layouts) for offset in layout.offsets]
+    planned = tuple(
+        PlannedTensor(spec, a.qtype, file, offset, entry.nbytes, a.recipe_type, a.reason)
+        for spec, a, entry, (file, offset) in zip(checkpoint.specs, assignments, entries, places, strict=True)
+    )
+    warnings = (
+        *checkpoint.warnings,
+        *metadata.warnings,
+        *_growth(checkpoint, planned, tensors, recipe),
+        *_importance_warnings(planned, imatrix),
+        *_file_warnings(files, planned, choices.split_max_size),
+    )
+    return Plan(
+        checkpoint.config.arch,
+        recipe.name,
+        choices.encoder,
+        files,
+        planned,
+        checkpoint.left_out,
+        tuple(dict.fromkeys(warnings)),
+        _digest(checkpoint, choices, files, planned, imatrix),
+    )
+
+
+def check_importance(plan: Plan, imatrix: Imatrix | None) -> None:
+    """Refuse to begin what could not be finished well without importance.
+
+    Raises:
+        UsageError: tensors of types that need an importance matrix have no entry; names the first.
+    """
+    missing = missing_importance(
+        plan.recipe,
+        recipe_tensors([t.spec for t in plan.tensors]),
+        [Assignment(t.qtype, t.recipe_type, t.reason) for t in plan.tensors],
+        imatrix.names if imatrix else (),
+    )
+    if missing:
+        shown = ", ".join(missing[:_SHOWN])
+        raise UsageError(
+            f"{len(missing)} tensors get types that need an importance matrix, and have no entry: {shown}",
+            "give --imatrix FILE with entries for them, or choose another --quant or --tensor-type",
+        )
+
+
+def recipe_tensors(specs: Sequence[TensorSpec]) -> list[RecipeTensor]:
+    """The tensors as a recipe sees them."""
+    return [RecipeTensor(s.name, s.cls, s.shape, s.layer, s.source_type) for s in specs]
+
+
+def _assign(
+    recipe: RecipeInfo,
+    tensors: Sequence[RecipeTensor],
+    config: ModelConfig,
+    choices: Choices,
+    imatrix: Imatrix | None,
+) -> list[Assignment]:
+    return assign(
+        recipe.name,
+        tensors,
+        n_layers=config.n_layers,
+        has_imatrix=imatrix is not None,
+        overrides=choices.tensor_types,
+        output_type=choices.output_type,
+        embedding_type=choices.embedding_type,
+        allow_fallback=choices.allow_fallback,
+        force=choices.force,
+    )
+
+
+def _facts(imatrix: Imatrix | None) -> ImatrixFacts | None:
+    if imatrix is None:
+        return None
+    return ImatrixFacts(imatrix.sha256, ", ".join(imatrix.datasets), len(imatrix.names), imatrix.chunk_count)
+
+
+def _file_name(stem: str, number: int, count: int) -> str:
+    return f"{stem}.gguf" if count == 1 else split_name(stem, number, count)
+
+
+def _growth(
+    checkpoint: Checkpoint, planned: Sequence[PlannedTensor], tensors: Sequence[RecipeTensor], recipe: RecipeInfo
+) -> list[str]:
+    """A sentence when packed weights take more bits than the checkpoint gives them."""
+    packed = [t for t in planned if t.spec.source_type == "MXFP4"]
+    before = sum(nbytes(QuantType.MXFP4, t.spec.shape) for t in packed)
+    after = sum(t.nbytes for t in packed)
+    if after <= before:
+        return []
+    whole = sum(t.nbytes for t in planned)
+    bits = 4.25 * after / before
+    what = "routed experts" if all(t.spec.cls is TensorClass.ROUTED_EXPERT for t in packed) else "packed weights"
+    choices = []
+    for name, promise in _KEEPING_EXPERTS.items():
+        types = assign(name, tensors, n_layers=checkpoint.config.n_layers, has_imatrix=False)
+        total = sum(nbytes(a.qtype, t.shape) for a, t in zip(types, tensors, strict=True))
+        if total < whole:
+            choices.append(f"--quant {name} {promise} and takes {total:,}")
+    if not choices:
+        choices = [f"--tensor-type 'ffn_.*_exps=MXFP4' keeps them as they are and saves {after - before:,}"]
+    return [
+        f"{recipe.name} gives the {what} {bits:.2f} bits per weight where the checkpoint holds 4.25, which cannot make "
+        f"them better, and takes {whole:,} bytes; {'; '.join(choices)}"
+    ]
+
+
+def uses_importance(tensor: PlannedTensor) -> bool:
+    """Whether the encoder of this tensor weighs errors: float types and moved bits have none."""
+    moved = tensor.qtype.name == tensor.spec.source_type
+    return not moved and tensor.qtype not in (QuantType.F32, QuantType.F16, QuantType.BF16)
+
+
+def _importance_warnings(planned: Sequence[PlannedTensor], imatrix: Imatrix | None) -> list[str]:
+    """What an importance matrix leaves open; checks that its entries fit the tensors that use them."""
+    if imatrix is None:
+        return []
+    weighed = [t for t in planned if uses_importance(t)]
+    bare = [t.spec.name for t in weighed if not imatrix.check(t.spec.name, t.spec.shape)]
+    never = {t.spec.name: imatrix.coverage.neutral.get(t.spec.name, 0) for t in weighed}
+    warnings = []
+    if bare:
+        shown = ", ".join(bare[:_SHOWN]) + (" ..." if len(bare) > _SHOWN else "")
+        warnings.append(f"{len(bare)} of {len(weighed)} quantized tensors have no entry in the imatrix: {shown}")
+    if total := sum(never.values()):
+        tensors = sum(count > 0 for count in never.values())
+        warnings.append(f"{total} experts in {tensors} tensors were never hit by the imatrix: they get neutral weights")
+    return warnings
+
+
+def _file_warnings(
+    files: Sequence[PlannedFile], planned: Sequence[PlannedTensor], split_max_size: int | None
+) -> list[str]:
+    warnings = []
+    if len(files) > MANY_FILES:
+        warnings.append(f"the output has {len(files)} files; older loaders stop at 64: raise --split-max-size")
+    if split_max_size is not None:
+        over = [number for number, file in enumerate(files) if file.nbytes > split_max_size]
+        largest = {t.file: t.spec.name for t in sorted(planned, key=lambda t: t.nbytes)}
+        if over:
+            names = ", ".join(f"{largest[n]} ({files[n].nbytes:,} bytes)" for n in over[:_SHOWN])
+            warnings.append(
+                f"{len(over)} of {len(files)} files exceed {split_max_size:,} bytes, for one tensor alone does: {names}"
+                + (" ..." if len(over) > _SHOWN else "")
+            )
+    return warnings
+
+
+def _digest(
+    checkpoint: Checkpoint,
+    choices: Choices,
+    files: Sequence[PlannedFile],
+    planned: Sequence[PlannedTensor],
+    imatrix: Imatrix | None,
+) -> str:
+    """SHA-256 over all that decides output bytes; types, shapes and offsets are in the headers."""
+    digest = hashlib.sha256()
+    facts = {
+        "tool": VERSION,
+        "encoder": choices.encoder,
+        "imatrix": imatrix.sha256 if imatrix else None,
+        "shards": [[shard.name, shard.nbytes, shard.header_sha256] for shard in checkpoint.source.shards],
+        "tensors": [
+            [t.spec.name, t.spec.sources, t.spec.transform, t.spec.source_type, t.spec.experts, t.file] for t in planned
+        ],
+        "files": [file.name for file in files],
+    }
+    digest.update(json.dumps(facts).encode())
+    for file in files:
+        digest.update(file.header)
+    return digest.hexdigest()
