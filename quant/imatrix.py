@@ -235,7 +235,7 @@ def _check_values(descriptor: int, entry: StoredEntry, what: str, columns: int |
                 "the importance matrix is damaged; make it again",
             )
         first = begin // width
-        used = values.reshape(-1, width if whole else size).any(axis=1)
+        used = np.logical_or.reduce(values.reshape(-1, width if whole else size), axis=1)
         silent[first : first + len(used)] &= ~used
         begin += size
     neutral: npt.NDArray[np.bool_] = silent | (entry.counts == 0)
