@@ -1,0 +1,93 @@
+"""The functions that the verbs call, for use from Python; parameters are named as the flags.
+
+Example:
+    >>> from kimi_gguf import convert, inspect, plan
+    >>> [row.sizes.total.nbytes for row in plan(shape="k3.1-pro", quant=["MXFP4"])]
+    [1561518856576]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from convert.domain import Source
+from convert.flags import PathLike, choices_from_flags
+from convert.pipeline import convert
+from convert.plan import check_importance, make_plan, read_checkpoint
+from kimi_gguf.inspection import inspect
+from kimi_gguf.plan_summary import PlanSummary, summarize, summarize_shape
+from kimi_gguf.sources import resolve_source
+from quant.errors import UsageError
+from quant.imatrix import Imatrix
+from quant.recipes import RECIPES
+
+__all__ = ["convert", "inspect", "plan"]
+
+
+def plan(
+    src: PathLike | Source | None = None,
+    *,
+    quant: str | Sequence[str] = (),
+    shape: str | None = None,
+    outfile: PathLike | None = None,
+    outdir: PathLike | None = None,
+    split_max_size: str | int | None = None,
+    name: str | None = None,
+    imatrix: PathLike | None = None,
+    tensor_type: Sequence[str] = (),
+    output_tensor_type: str | None = None,
+    token_embedding_type: str | None = None,
+    override_kv: Sequence[str] = (),
+    encoder: Literal["ggml", "native"] = "ggml",
+    no_fallback: bool = False,
+    force: bool = False,
+) -> list[PlanSummary]:
+    """What conversions would give, from headers and small files alone; nothing is written.
+
+    Args:
+        src: folder of a checkpoint, or any ``Source``; None is the current folder.
+        quant: one recipe, or several; every recipe when empty.
+        shape: ``k3`` or ``k3.1-pro`` instead of ``src``: a released model without its files.
+        others: as ``convert``.
+
+    Returns:
+        one summary for each recipe, in the order given. Recipes that need an importance matrix are planned
+        without one too, and say so.
+
+    Raises:
+        UsageError: parameters that make no sense together.
+        InputError: the checkpoint or imatrix cannot be used.
+    """
+    names = [quant] if isinstance(quant, str) else list(quant) or list(RECIPES)
+    if shape is not None and src is not None:
+        raise UsageError("a checkpoint and --shape exclude each other", "drop one of the two")
+    every = [
+        choices_from_flags(
+            quant=one,
+            outfile=outfile,
+            outdir=outdir,
+            split_max_size=split_max_size,
+            name=name,
+            tensor_type=tensor_type,
+            output_tensor_type=output_tensor_type,
+            token_embedding_type=token_embedding_type,
+            override_kv=override_kv,
+            encoder=encoder,
+            no_fallback=no_fallback,
+            force=force,
+        )[1]
+        for one in names
+    ]
+    if shape is not None:
+        return summarize_shape(shape, every, has_imatrix=imatrix is not None)
+    checkpoint = read_checkpoint(resolve_source(src))
+    importance = None if imatrix is None else Imatrix.load(Path(imatrix))
+    summaries = []
+    for choices in every:
+        # One plan at a time: each holds the header of the whole vocabulary.
+        plan_ = make_plan(checkpoint, choices, importance)
+        check_importance(plan_, importance)
+        summaries.append(summarize(plan_))
+    return summaries

@@ -1,0 +1,96 @@
+"""The command line: one thin module per verb, loaded when its verb is called.
+
+Exit codes: 0 ok, 1 failure, 2 usage, 3 verification below the bar, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+import click
+
+from convert.version import VERSION
+from kimi_gguf.console import Console
+from quant.errors import KimiGgufError
+
+INTERRUPTED = 130
+DEBUG = "KIMI_GGUF_DEBUG"
+
+VERBS = {
+    "convert": "Convert a checkpoint to GGUF, or continue a conversion that was interrupted.",
+    "plan": "Show what a conversion would give, from headers only.",
+    "inspect": "Show what a GGUF file or set holds, and check its structure.",
+    "demo": "Make a tiny K3.1 checkpoint, convert it to Q4_K_M, inspect the result.",
+}
+"""Verbs and what they do; the verb NAME is ``command`` of the module ``kimi_gguf.cli.NAME``."""
+
+
+class Verbs(click.Group):
+    """A group that imports a verb's module only when the verb is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        command: click.Command = import_module(f"kimi_gguf.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+@click.group(
+    cls=Verbs,
+    name="kimi-gguf",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+@click.version_option(VERSION, prog_name="kimi-gguf", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Kimi K3 and K3.1 Pro checkpoints to GGUF."""
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit; every failure is one message, in JSON when ``--json`` was given."""
+    arguments = list(sys.argv[1:] if args is None else args)
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line; returns the exit code."""
+    console = Console("json" if "--json" in arguments else "human")
+    try:
+        code: Any = cli.main(arguments, prog_name="kimi-gguf", standalone_mode=False)
+    except KimiGgufError as fault:
+        console.fault(fault)
+        return fault.exit_code
+    except click.exceptions.NoArgsIsHelpError as fault:
+        console.note(fault.format_message())
+        return fault.exit_code
+    except click.ClickException as fault:
+        console.error(fault.format_message(), _usage_hint(fault), fault.exit_code)
+        return fault.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        hint = "the same command continues where it stopped" if arguments[:1] == ["convert"] else None
+        console.error("interrupted", hint, INTERRUPTED)
+        return INTERRUPTED
+    except BrokenPipeError:
+        return 1
+    except Exception as fault:
+        if os.environ.get(DEBUG):
+            raise
+        what = f"{type(fault).__name__}: {fault}"
+        console.error(f"unexpected failure: {what}", f"set {DEBUG}=1 to see where, and report it", 1)
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+def _usage_hint(fault: click.ClickException) -> str | None:
+    context = getattr(fault, "ctx", None)
+    return f"try: {context.command_path} --help" if context is not None else None

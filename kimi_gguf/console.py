@@ -1,0 +1,176 @@
+"""The one place that prints: results on stdout, everything else on stderr, in human, JSON or quiet form.
+
+human   results as text and tables; notes, warnings and progress bars on stderr
+json    one object on stdout and nothing else, errors too
+quiet   only the essential lines of a result; warnings and errors stay on stderr
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal, Self, TextIO
+
+from tqdm import tqdm
+
+from convert.domain import Plan
+from quant.errors import KimiGgufError
+
+Mode = Literal["human", "json", "quiet"]
+
+# Names come from files of others: what a terminal would obey becomes visible text.
+_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if code not in (0x09, 0x0A)}
+_VISIBLE |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029)}
+
+
+class Console:
+    """Where a verb's result goes.
+
+    Args:
+        mode: human, json or quiet.
+        yes: answer every question with yes.
+    """
+
+    def __init__(self, mode: Mode = "human", *, yes: bool = False) -> None:
+        self.mode = mode
+        self.yes = yes
+        for stream in (sys.stdout, sys.stderr):
+            reconfigure = getattr(stream, "reconfigure", None)
+            if reconfigure:
+                reconfigure(errors="backslashreplace")
+
+    def result(self, value: dict[str, Any], human: str, quiet: str = "") -> None:
+        """The outcome of a verb in the form that the mode asks for; empty texts print nothing."""
+        if self.mode == "json":
+            _write(sys.stdout, json.dumps(value, ensure_ascii=False))
+        else:
+            text = human if self.mode == "human" else quiet
+            if text:
+                _write(sys.stdout, visible(text))
+
+    def note(self, text: str) -> None:
+        """Something worth knowing while a verb works."""
+        if self.mode == "human":
+            _write(sys.stderr, visible(text))
+
+    def warnings(self, texts: Iterable[str]) -> None:
+        """Warnings; in JSON they are part of the result instead."""
+        if self.mode != "json":
+            for text in texts:
+                _write(sys.stderr, visible(f"warning: {text}"))
+
+    def error(self, message: str, hint: str | None, exit_code: int) -> None:
+        """A failure: one message and the next step."""
+        if self.mode == "json":
+            error = {"error": message, "hint": hint, "exit_code": exit_code}
+            _write(sys.stdout, json.dumps(error, ensure_ascii=False))
+        else:
+            _write(sys.stderr, visible(f"error: {message}" + (f"\n  {hint}" if hint else "")))
+
+    def fault(self, fault: KimiGgufError) -> None:
+        """A fault of input, disk or use."""
+        self.error(fault.message, fault.hint, fault.exit_code)
+
+    def confirm(self, question: str) -> bool:
+        """Ask; yes without asking where nobody can answer, since the command was given in full knowledge."""
+        if self.yes or self.mode != "human" or not (sys.stdin and sys.stdin.isatty()):
+            return True
+        sys.stderr.write(visible(f"{question} [Y/n] "))
+        sys.stderr.flush()
+        answer = sys.stdin.readline()
+        return answer.strip().lower() in ("", "y", "yes") if answer else False
+
+    def progress(self) -> ConversionBars:
+        """Bars of a conversion; silent in JSON and quiet mode, plain lines where stderr is no terminal."""
+        return ConversionBars(self)
+
+
+class ConversionBars:
+    """Shows a conversion's progress (a ``convert.progress.Progress``); a context manager that clears its bars."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._lock = Lock()
+        self._bars: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for bar in self._bars.values():
+            bar.close()
+
+    def planned(self, plan: Plan, resumed_units: int, resumed_bytes: int) -> None:
+        if resumed_units:
+            self._console.note(f"continuing: {resumed_bytes:,} bytes of tensor data are there already")
+        if self._console.mode == "human" and sys.stderr.isatty():
+            total = sum(tensor.nbytes for tensor in plan.tensors)
+            self._bars = {
+                "wrote": _bar("write", 0, total, resumed_bytes),
+                "checked": _bar("check", 1, plan.nbytes, 0),
+            }
+
+    def wrote(self, nbytes: int) -> None:
+        self._advance("wrote", nbytes)
+
+    def checked(self, nbytes: int) -> None:
+        self._advance("checked", nbytes)
+
+    def finished(self, path: Path) -> None:
+        with self._lock:
+            if self._bars:
+                tqdm.write(visible(f"done: {path}"), file=sys.stderr)
+            else:
+                self._console.note(f"done: {path}")
+
+    def _advance(self, name: str, nbytes: int) -> None:
+        if self._bars:
+            with self._lock:
+                self._bars[name].update(nbytes)
+
+
+def _bar(label: str, position: int, total: int, initial: int) -> Any:
+    return tqdm(
+        desc=label,
+        total=total,
+        initial=initial,
+        position=position,
+        unit="B",
+        unit_scale=True,
+        leave=False,
+        file=sys.stderr,
+    )
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Aligned text: numbers to the right, words to the left; a column whose name begins with ``>`` holds numbers."""
+    cells = [[column.lstrip(">") for column in columns], *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    lines = []
+    for row in cells:
+        aligned = (
+            cell.rjust(width) if column.startswith(">") else cell.ljust(width)
+            for cell, width, column in zip(row, widths, columns, strict=True)
+        )
+        lines.append("  ".join(aligned).rstrip())
+    return "\n".join(lines)
+
+
+def visible(text: str) -> str:
+    """``text`` with control and direction characters written out, line ends and tabs kept."""
+    return text.translate(_VISIBLE)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    try:
+        stream.write(text + "\n")
+        stream.flush()
+    except BrokenPipeError:
+        # The reader has gone. Python would complain again when it closes the stream at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if stream is sys.stdout:
+            raise
