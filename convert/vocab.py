@@ -71,14 +71,14 @@ def load_vocab(source: Source, config: ModelConfig) -> Vocab:
         raise InputError(
             f"{TOKENIZER_FILE} is missing: it names the special tokens", "download it into the checkpoint's folder"
         )
-    tokenizer = load_object(settings, TOKENIZER_FILE)
-    names = special_names(tokenizer, ranks)
-    tokens = [byte_text(token) for token in ranks] + names
-    check_rows(len(tokens), config.vocab_size, "vocab_size in config.json")
+    count = len(ranks) + SPECIAL_SLOTS
+    check_rows(count, config.vocab_size, "vocab_size in config.json")
     for name in _EMBEDDINGS:
         tensor = source.tensors.get(name)
         if tensor is not None and tensor.shape:
-            check_rows(len(tokens), tensor.shape[0], f"rows of {name}")
+            check_rows(count, tensor.shape[0], f"rows of {name}")
+    tokenizer = load_object(settings, TOKENIZER_FILE)
+    tokens = [byte_text(token) for token in ranks] + special_names(tokenizer, ranks)
     _check_distinct(tokens, len(ranks))
     eos = config.eos if config.eos is not None else _generation_eos(source, len(tokens))
     return Vocab(
