@@ -17,9 +17,10 @@ from typing import Literal
 
 import numpy as np
 
-from quant.errors import InputError, UsageError, ValueFault
+from quant import mxfp4
+from quant.errors import InputError, UsageError
 from quant.tensors import F32Array, Mxfp4Rows, U8Array
-from quant.types import QuantType, block_size, row_bytes
+from quant.types import QuantType, row_bytes
 
 SourceKind = Literal["MXFP4", "BF16", "F32"]
 
@@ -134,7 +135,8 @@ def encode_with_stats(
 
     Raises:
         UsageError: unsupported type, columns not a whole number of blocks, shapes that do not fit together.
-        ValueFault: a scale of 255 (NaN), a weight beyond float32, an importance that is negative or not finite.
+        ValueFault: a scale of 255 (NaN) or a weight beyond float32; carries the row, as ``mxfp4.check_scales`` does.
+        InputError: importance of another length, negative or not finite.
     """
     library = _library()
     isa = _ISAS[current_isa()]
@@ -157,12 +159,11 @@ def encode_with_stats(
         out.ctypes.data,
         ctypes.byref(stats),
     )
-    if result > 0:
-        raise ValueFault(f"row {result - 1} holds a scale of 255 (NaN) or a weight beyond float32")
-    if result < 0:
-        raise UsageError(
-            f"the encoder for {qtype.name} refused rows of {columns} weights (code {result})",
-            f"it needs whole blocks of {block_size(qtype)} weights, and memory for its tables",
+    if result:
+        mxfp4.check_scales(rows)
+        raise InputError(
+            f"the encoder for {qtype.name} failed on {row_count} rows of {columns} weights (code {result})",
+            "free some memory, or use the ggml encoder",
         )
     return out, EncodeStats(stats.blocks, stats.exact, stats.clipped)
 
@@ -180,10 +181,10 @@ def _checked_shape(rows: Mxfp4Rows) -> tuple[int, int]:
 
 
 def _checked_importance(importance: F32Array, columns: int) -> F32Array:
+    if importance.shape != (columns,):
+        raise InputError(f"importance of shape {importance.shape} for rows of {columns} weights")
     weights = np.ascontiguousarray(importance, dtype=np.float32)
-    if weights.shape != (columns,):
-        raise UsageError(f"importance of shape {weights.shape} for rows of {columns} weights")
-    if not (np.isfinite(weights).all() and (weights >= 0).all()):
-        column = int(np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))[0])
-        raise ValueFault(f"importance of column {column} is {weights[column]}: it must be finite and not negative")
+    low, high = float(weights.min(initial=0)), float(weights.max(initial=0))
+    if not (np.isfinite(high) and low >= 0):
+        raise InputError(f"importance ranges from {low} to {high}: it must be finite and not negative")
     return weights

@@ -59,8 +59,8 @@ float kq_classic_scale_min(int n, int top, const float *x, const float *w, float
         best += w[i] * (diff * diff);
     }
     for (int s = 0; s <= steps; ++s) {
-        float density = (first + step * (float)s + (float)top) / (high - low);
-        /* The lattice starts from the best minimum so far, as in the original. */
+        /* Lattices span from the best minimum so far, as in the original. */
+        float density = (first + step * (float)s + (float)top) / (high - base);
         float l_sum = 0, ll_sum = 0, lx_sum = 0;
         for (int i = 0; i < n; ++i) {
             float l = (float)nearest(density * (x[i] - base), 0, top);

@@ -69,59 +69,77 @@ static void mark_exact(const kq_hist *h, kq_fit *fit) {
     }
 }
 
-static const uint8_t magnitudes[7] = {1, 2, 3, 4, 6, 8, 12};
+enum { LEVELS = 7 };
+static const uint8_t magnitudes[LEVELS] = {1, 2, 3, 4, 6, 8, 12};
 
-/* Whether level `a` at crossing ka + 1/2 comes before level `b` at kb + 1/2 as 1 / d grows. */
-static int before(int a, int ka, int b, int kb) {
-    return (2 * ka + 1) * magnitudes[b] < (2 * kb + 1) * magnitudes[a];
-}
+/* The levels in the order in which they cross to their next quant as 1 / d grows, up to quant 8, 16 or 128. */
+static uint8_t order_8[LEVELS * 8], order_16[LEVELS * 16], order_128[LEVELS * 128];
 
-/* Sums over one rounding: w * t * q and w * q * q. */
-typedef struct { double tq, qq; } kq_sums;
-
-/* One side (sign) of the walk: weights of the levels that may reach |qmin| and of those that may only reach qmax. */
-typedef struct { double deep[7], shallow[7]; kq_sums sums; } kq_side;
-
-/* Moves level `l` from k to k + 1 on the side's lattice, within the limits of the format. */
-static void cross(kq_side *side, int l, int k, int qmin, int qmax) {
-    double w = (k < -qmin ? side->deep[l] : 0) + (k < qmax ? side->shallow[l] : 0);
-    side->sums.tq += w * magnitudes[l];
-    side->sums.qq += w * (2 * k + 1);
-}
-
-void kq_fit_scale(const kq_hist *h, int qmin, int qmax, kq_fit *best) {
-    kq_side sides[2] = {{{0}, {0}, {0, 0}}, {{0}, {0}, {0, 0}}};
-    double unit = h->x[1], energy = 0;
-    uint8_t levels[7];
-    int count = 0;
-    for (int l = 0; l < 7; ++l) {
-        double positive = h->w[1 + l], negative = h->w[9 + l];
-        sides[0].deep[l] = sides[1].shallow[l] = negative;
-        sides[0].shallow[l] = sides[1].deep[l] = positive;
-        energy += (positive + negative) * magnitudes[l] * magnitudes[l];
-        if (h->present >> (1 + l) & 1 || h->present >> (9 + l) & 1) levels[count++] = (uint8_t)l;
+static void sort_crossings(int limit, uint8_t *order) {
+    int next[LEVELS] = {0};
+    for (int i = 0; i < LEVELS * limit; ++i) {
+        int first = -1;
+        for (int l = 0; l < LEVELS; ++l) {
+            if (next[l] == limit) continue;
+            /* Level t crosses from k to k + 1 at (k + 1/2) / t. */
+            if (first < 0 || (2 * next[l] + 1) * magnitudes[first] < (2 * next[first] + 1) * magnitudes[l]) first = l;
+        }
+        order[i] = (uint8_t)first;
+        ++next[first];
     }
+}
+
+/* When the library is loaded, so that no call from several threads can meet a half-built table. */
+__attribute__((constructor)) static void sort_all_crossings(void) {
+    sort_crossings(8, order_8);
+    sort_crossings(16, order_16);
+    sort_crossings(128, order_128);
+}
+
+/* A rounding met on the walk, as its least-squares scale and that scale's error, both in units of the levels. */
+typedef struct { double d, error; } stop;
+
+/* Walks 1 / d for one sign of d. `deep` are the weights of the levels whose quants may reach `limit`, `shallow` of
+ * those that stop one before it. Returns the number of stops. */
+static int walk(const double *deep, const double *shallow, double energy, int limit, const uint8_t *order,
+                stop *stops) {
+    int next[LEVELS] = {0}, count = 0;
+    double tq = 0, qq = 0;
+    for (int i = 0; i < LEVELS * limit; ++i) {
+        int l = order[i], k = next[l]++;
+        double w = deep[l] + (k < limit - 1 ? shallow[l] : 0);
+        if (!(w > 0)) continue;
+        tq += w * magnitudes[l];
+        qq += w * (2 * k + 1);
+        /* The slack covers the rounding of this difference: the error is a lower bound of what fp16 can reach. */
+        stops[count++] = (stop){tq / qq, energy * (1 - 1e-13) - tq * tq / qq};
+    }
+    return count;
+}
+
+void kq_fit_scale(const kq_hist *h, int limit, kq_fit *best) {
+    const uint8_t *order = limit == 8 ? order_8 : limit == 16 ? order_16 : order_128;
+    double positive[LEVELS], negative[LEVELS], energy = 0, unit = h->x[1];
+    for (int l = 0; l < LEVELS; ++l) {
+        positive[l] = h->w[1 + l];
+        negative[l] = h->w[9 + l];
+        energy += (positive[l] + negative[l]) * magnitudes[l] * magnitudes[l];
+    }
+    stop stops[2 * LEVELS * 128];
+    int half = walk(negative, positive, energy, limit, order, stops);
+    int count = half + walk(positive, negative, energy, limit, order, stops + half);
+
     best->error = DBL_MAX;
-    try_lattice(h, qmin, qmax, 0, 0, best);
-    int next[7] = {0};
-    for (;;) {
-        int l = -1;
-        for (int i = 0; i < count; ++i) {
-            int candidate = levels[i];
-            if (next[candidate] < -qmin && (l < 0 || before(candidate, next[candidate], l, next[l]))) l = candidate;
-        }
-        if (l < 0) break;
-        int k = next[l]++;
-        for (int s = 0; s < 2; ++s) {
-            cross(&sides[s], l, k, qmin, qmax);
-            kq_sums sums = sides[s].sums;
-            if (!(sums.qq > 0)) continue;
-            /* No fp16 scale does better than the least-squares one; the slack covers the rounding of this bound. */
-            double bound = (energy * (1 - 1e-13) - sums.tq * sums.tq / sums.qq) * unit * unit;
-            if (!(bound < best->error)) continue;
-            double d = (s ? -1 : 1) * sums.tq / sums.qq * unit;
-            try_lattice(h, qmin, qmax, kq_half_from_double(d), 0, best);
-        }
+    try_lattice(h, -limit, limit - 1, 0, 0, best);
+    int first = 0;
+    for (int i = 1; i < count; ++i) {
+        if (stops[i].error < stops[first].error) first = i;
+    }
+    for (int turn = 0; turn <= count; ++turn) {
+        int i = turn == 0 ? first : turn - 1;
+        if (count == 0 || !(stops[i].error * unit * unit < best->error)) continue;
+        double d = stops[i].d * unit * (i < half ? 1 : -1);
+        try_lattice(h, -limit, limit - 1, kq_half_from_double(d), 0, best);
     }
     mark_exact(h, best);
 }
@@ -144,34 +162,28 @@ static int refit(const kq_hist *h, const double *q, double *d, double *m) {
     return *d >= 0;
 }
 
-/* Tries the lattice low + i / density: as it stands, and after two rounds of rounding and refitting. */
-static void try_start(const kq_hist *h, int qmax, double density, double low, kq_fit *best) {
-    double d = 1 / density, m = low;
-    double q[KQ_CODES];
-    for (int round = 0;; ++round) {
-        uint16_t d_bits = kq_half_from_double(d);
-        try_lattice(h, 0, qmax, d_bits, kq_half_from_double(m), best);
-        if (round == 2) return;
-        for (int c = 0; c < KQ_CODES; ++c) q[c] = kq_rint(kq_clamp((h->x[c] - m) / d, 0, qmax));
-        if (!refit(h, q, &d, &m) || d == 0) return;
+/* Tries the lattice m + i * d as it stands and after each of `rounds` roundings and refits. */
+static void try_start(const kq_hist *h, int qmax, double d, double m, int rounds, kq_fit *best) {
+    try_lattice(h, 0, qmax, kq_half_from_double(d), kq_half_from_double(m), best);
+    for (int round = 0; round < rounds && d > 0; ++round) {
+        double q[KQ_CODES], inverse = 1 / d;
+        for (int c = 0; c < KQ_CODES; ++c) q[c] = kq_rint(kq_clamp((h->x[c] - m) * inverse, 0, qmax));
+        if (!refit(h, q, &d, &m)) return;
+        try_lattice(h, 0, qmax, kq_half_from_double(d), kq_half_from_double(m), best);
     }
 }
 
-void kq_fit_scale_min(const kq_hist *h, int qmax, kq_fit *best) {
+void kq_fit_scale_min(const kq_hist *h, int qmax, const double *start, kq_fit *best) {
     double unit = h->x[1];
     double low = h->tmin * unit, range = (h->tmax - h->tmin) * unit;
     best->error = DBL_MAX;
     try_lattice(h, 0, qmax, 0, kq_half_from_double(low), best);
-    if (range > 0) {
-        /* Lattices that hold both ends: any block with few distinct values, or evenly spaced ones, fits one exactly. */
-        for (int k = 1; k <= qmax; ++k) try_start(h, qmax, k / range, low, best);
-        for (int step = -18; step <= 18; ++step) try_start(h, qmax, (qmax + 0.05 * step) / range, low, best);
-        for (int step = -12; step <= 4; ++step) {
-            double density = (qmax + 0.1 * step) / range;
-            try_start(h, qmax, density, low - 0.3 / density, best);
-            try_start(h, qmax, density, low + 0.3 / density, best);
-        }
+    /* Lattices that hold both ends: any block with few distinct values, or evenly spaced ones, fits one exactly. */
+    for (int k = 1; k <= qmax && best->error > 0; ++k) try_start(h, qmax, range / k, low, 0, best);
+    for (int step = -6; step <= 6 && best->error > 0; ++step) {
+        try_start(h, qmax, range / (qmax + 0.15 * step), low, 2, best);
     }
+    if (start) try_start(h, qmax, start[0], start[1], 2, best);
     uint16_t d = best->d, m = best->m;
     for (int i = -1; i <= 1; ++i) {
         for (int j = -1; j <= 1; ++j) {

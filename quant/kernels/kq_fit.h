@@ -26,11 +26,12 @@ typedef struct {
 /* Histogram of `n` columns with E8M0 scale byte `scale`. Weights are counts where importance is NULL or all zero. */
 void kq_histogram(const uint8_t *packed, int n, uint8_t scale, const float *importance, kq_hist *h);
 
-/* Least error over x = d * q, qmin <= q <= qmax, d any fp16 of either sign; qmin < 0 < qmax. */
-void kq_fit_scale(const kq_hist *h, int qmin, int qmax, kq_fit *best);
+/* Least error over x = d * q, -limit <= q < limit, d any fp16 of either sign; limit is 8, 16 or 128. */
+void kq_fit_scale(const kq_hist *h, int limit, kq_fit *best);
 
-/* Small error over x = d * q + m, 0 <= q <= qmax, d >= 0: the best of a family of starting lattices, refitted. */
-void kq_fit_scale_min(const kq_hist *h, int qmax, kq_fit *best);
+/* Small error over x = d * q + m, 0 <= q <= qmax, d >= 0: the best of a family of starting lattices, refitted.
+ * `start` holds the d and m of one more, or is NULL. */
+void kq_fit_scale_min(const kq_hist *h, int qmax, const double *start, kq_fit *best);
 
 /* Nearest integer, ties to even, for |v| < 2^51; independent of the rounding mode's default and of libm. */
 static inline double kq_rint(double v) {

@@ -5,17 +5,22 @@
  *   Q5_1 holds 0..31 above a minimum and is exact with m = -12 d while m too is one (s in 104..140);
  *   Q4_0 and Q4_1 have 16 levels for up to 15 values and are fitted, as are the others outside their range.
  */
+#include "kq_classic.h"
+#include "kq_exact.h"
 #include "kq_fit.h"
+
+#include <math.h>
 
 /* fp16 bits of 12 * 2^e, -24 <= e <= 12. */
 static uint16_t half_12(int e) {
     return kq_half_from_double(12 * kq_pow2(e));
 }
 
-static void count(kq_stats *stats, const kq_fit *fit, int has_min) {
-    stats->blocks += 1;
-    stats->exact += fit->exact;
-    stats->clipped += !fit->exact && (kq_half_at_end(fit->d) || (has_min && (fit->m & 0x7fff) >= 0x7bff));
+static void count(const kq_row *row, int64_t b, const kq_fit *fit, int has_min) {
+    int beyond = row->scales[b] < KQ_BOTTOM || (fit->d & 0x7fff) == 0x7bff || (has_min && (fit->m & 0x7fff) == 0x7bff);
+    row->stats->blocks += 1;
+    row->stats->exact += fit->exact;
+    row->stats->clipped += !fit->exact && beyond;
 }
 
 /* Codes of a block as quants q (offset so that they start at 0), in column order. */
@@ -36,15 +41,42 @@ static void pack_high(const uint8_t *quant, uint8_t *qh) {
     for (int i = 0; i < 4; ++i) qh[i] = (uint8_t)(bits >> 8 * i);
 }
 
-static void fit_block(const kq_row *row, int64_t b, int qmin, int qmax, kq_fit *fit) {
+/* Code 8 is counted as code 0 and must be written like it. */
+static void fit_by_scale(const kq_row *row, int64_t b, int limit, kq_fit *fit) {
     kq_hist h;
     kq_histogram(row->packed + 16 * b, KQ_BLOCK, row->scales[b], row->importance ? row->importance + 32 * b : NULL, &h);
-    if (qmin < 0) {
-        kq_fit_scale(&h, qmin, qmax, fit);
-    } else {
-        kq_fit_scale_min(&h, qmax, fit);
+    kq_fit_scale(&h, limit, fit);
+    fit->q[8] = fit->q[0];
+}
+
+/* With importance ggml weighs a column by importance * sqrt(mean square of the row + square of the weight). */
+static float row_mean_square(const kq_row *row) {
+    float sum = 0;
+    for (int64_t i = 0; i < row->cols; ++i) {
+        uint8_t pair = row->packed[i / 2];
+        float x = (float)(kq_level[i & 1 ? pair >> 4 : pair & 15] * kq_unit(row->scales[i / KQ_BLOCK]));
+        sum += x * x;
     }
-    /* Code 8 is counted as code 0 and must be written like it. */
+    return sum / (float)row->cols;
+}
+
+static void fit_by_scale_min(const kq_row *row, int64_t b, int qmax, float mean_square, kq_fit *fit) {
+    kq_hist h;
+    const uint8_t *packed = row->packed + 16 * b;
+    const float *importance = row->importance ? row->importance + KQ_BLOCK * b : NULL;
+    kq_histogram(packed, KQ_BLOCK, row->scales[b], importance, &h);
+    double start[2];
+    if (importance) {
+        float x[KQ_BLOCK], w[KQ_BLOCK], minimum;
+        for (int i = 0; i < KQ_BLOCK; ++i) {
+            x[i] = (float)h.x[i & 1 ? packed[i / 2] >> 4 : packed[i / 2] & 15];
+            w[i] = importance[i] * sqrtf(mean_square + x[i] * x[i]);
+        }
+        start[0] = kq_classic_scale_min(KQ_BLOCK, qmax, x, w, -0.9f, 0.05f, 36, &minimum);
+        start[1] = -minimum;
+    }
+    int usable = importance && isfinite(start[0]) && isfinite(start[1]) && start[0] > 0;
+    kq_fit_scale_min(&h, qmax, usable ? start : NULL, fit);
     fit->q[8] = fit->q[0];
 }
 
@@ -53,25 +85,26 @@ static void row_q4_0(const kq_row *row) {
     for (int64_t b = 0; b < row->cols / KQ_BLOCK; ++b) {
         kq_fit fit;
         uint8_t quant[32];
-        fit_block(row, b, -8, 7, &fit);
+        fit_by_scale(row, b, 8, &fit);
         quants(row->packed + 16 * b, fit.q, 8, quant);
         out[b].d = fit.d;
         pack_low(quant, out[b].qs);
-        count(row->stats, &fit, 0);
+        count(row, b, &fit, 0);
     }
 }
 
 static void row_q4_1(const kq_row *row) {
     kq_block_q4_1 *out = (kq_block_q4_1 *)row->out;
+    float mean_square = row->importance ? row_mean_square(row) : 0;
     for (int64_t b = 0; b < row->cols / KQ_BLOCK; ++b) {
         kq_fit fit;
         uint8_t quant[32];
-        fit_block(row, b, 0, 15, &fit);
+        fit_by_scale_min(row, b, 15, mean_square, &fit);
         quants(row->packed + 16 * b, fit.q, 0, quant);
         out[b].d = fit.d;
         out[b].m = fit.m;
         pack_low(quant, out[b].qs);
-        count(row->stats, &fit, 1);
+        count(row, b, &fit, 1);
     }
 }
 
@@ -80,23 +113,24 @@ static void row_q5_0(const kq_row *row) {
     for (int64_t b = 0; b < row->cols / KQ_BLOCK; ++b) {
         kq_fit fit;
         uint8_t quant[32];
-        if (row->scales[b] >= 104 && row->scales[b] <= 143) {
+        if (row->scales[b] >= KQ_BOTTOM && row->scales[b] <= KQ_TOP) {
             fit.d = kq_half_pow2(row->scales[b] - 128);
             fit.exact = 1;
             memcpy(fit.q, kq_level, sizeof fit.q);
         } else {
-            fit_block(row, b, -16, 15, &fit);
+            fit_by_scale(row, b, 16, &fit);
         }
         quants(row->packed + 16 * b, fit.q, 16, quant);
         out[b].d = fit.d;
         pack_low(quant, out[b].qs);
         pack_high(quant, out[b].qh);
-        count(row->stats, &fit, 0);
+        count(row, b, &fit, 0);
     }
 }
 
 static void row_q5_1(const kq_row *row) {
     kq_block_q5_1 *out = (kq_block_q5_1 *)row->out;
+    float mean_square = row->importance ? row_mean_square(row) : 0;
     for (int64_t b = 0; b < row->cols / KQ_BLOCK; ++b) {
         kq_fit fit;
         uint8_t quant[32];
@@ -107,14 +141,14 @@ static void row_q5_1(const kq_row *row) {
             fit.exact = 1;
             for (int c = 0; c < KQ_CODES; ++c) fit.q[c] = (int8_t)(kq_level[c] + 12);
         } else {
-            fit_block(row, b, 0, 31, &fit);
+            fit_by_scale_min(row, b, 31, mean_square, &fit);
         }
         quants(row->packed + 16 * b, fit.q, 0, quant);
         out[b].d = fit.d;
         out[b].m = fit.m;
         pack_low(quant, out[b].qs);
         pack_high(quant, out[b].qh);
-        count(row->stats, &fit, 1);
+        count(row, b, &fit, 1);
     }
 }
 

@@ -124,12 +124,13 @@ typedef struct { int scale, min; double error; } choice;
 /* A sub-block to be fitted: its codes with weight. */
 typedef struct {
     double x[KQ_CODES], w[KQ_CODES];
-    int n;
+    int n, weighted;
     double low, high, unit;
 } sub_block;
 
 static void gather(const kq_hist *h, int s, sub_block *sub) {
     sub->n = 0;
+    sub->weighted = h->weighted;
     sub->low = sub->high = 0;
     sub->unit = kq_unit(s);
     for (int c = 0; c < KQ_CODES; ++c) {
@@ -164,25 +165,59 @@ static void try_scale(const sub_block *sub, factors f, int scale, choice *best) 
     for (int min = from; min <= to && best->error > 0; ++min) try_choice(sub, f, scale, min, best);
 }
 
-/* Best scale and minimum of a sub-block: scales that spread its range over 12..40 quants, those of the levels' own
- * lattice, and what `best` holds on entry. */
-static void best_choice(const sub_block *sub, factors f, choice *best) {
-    best->error = DBL_MAX;
-    try_choice(sub, f, best->scale, best->min, best);
-    try_choice(sub, f, 0, 0, best);
+/* Best scale and minimum on a lattice: the levels' own spacing, or the range spread over 12..40 quants, or no scale. */
+static choice lattice_choice(const sub_block *sub, factors f) {
+    choice best = {0, 0, DBL_MAX};
     double bottom = -sub->low, range = sub->high - (sub->low < 0 ? sub->low : 0);
+    try_choice(sub, f, 0, 0, &best);
     if (f.dmin > 0) {
         int near = clamp_index(bottom / f.dmin);
-        try_choice(sub, f, 0, near, best);
-        try_choice(sub, f, 0, near < SCALE_MAX ? near + 1 : near, best);
+        try_choice(sub, f, 0, near, &best);
+        try_choice(sub, f, 0, near < SCALE_MAX ? near + 1 : near, &best);
     }
-    if (!(f.d > 0) || !(range > 0)) return;
-    for (int j = -1; j <= 3; ++j) {
+    if (!(f.d > 0 && range > 0)) return best;
+    for (int j = 0; j <= 3 && best.error > 0; ++j) {
         double scale = sub->unit * kq_pow2(j) / f.d;
-        if (scale >= 1 && scale <= SCALE_MAX && scale == kq_rint(scale)) try_scale(sub, f, (int)scale, best);
+        if (scale < 1 || scale > SCALE_MAX || scale != kq_rint(scale)) continue;
+        try_choice(sub, f, (int)scale, (int)scale, &best);
+        try_scale(sub, f, (int)scale, &best);
     }
     int from = (int)kq_clamp(range / (40 * f.d), 1, SCALE_MAX), to = (int)kq_clamp(range / (12 * f.d) + 1, 1, SCALE_MAX);
-    for (int scale = from; scale <= to && best->error > 0; ++scale) try_scale(sub, f, scale, best);
+    for (int scale = from; scale <= to && best.error > 0; ++scale) try_scale(sub, f, scale, &best);
+    return best;
+}
+
+/* Best scale and minimum near given ones. */
+static choice nearby_choice(const sub_block *sub, factors f, choice near) {
+    choice best = {0, 0, DBL_MAX};
+    for (int scale = near.scale - 1; scale <= near.scale + 1; ++scale) {
+        for (int min = near.min - 1; min <= near.min + 1; ++min) {
+            if (scale < 0 || scale > SCALE_MAX || min < 0 || min > SCALE_MAX) continue;
+            try_choice(sub, f, scale, min, &best);
+        }
+    }
+    return best;
+}
+
+/* Tries factors with scales and minima chosen for them, near `near` where that is given. A sub-block without weight
+ * follows but does not count. */
+static void try_factors(const sub_block *subs, factors f, const choice *near, double *best, plan *p) {
+    uint16_t d = kq_half_from_double(f.d), dmin = kq_half_from_double(f.dmin);
+    f = (factors){kq_half_to_double(d), kq_half_to_double(dmin)};
+    choice chosen[SUBS];
+    double total = 0;
+    for (int i = 0; i < SUBS && total < *best; ++i) {
+        chosen[i] = near ? nearby_choice(&subs[i], f, near[i]) : lattice_choice(&subs[i], f);
+        if (subs[i].weighted) total += chosen[i].error;
+    }
+    if (!(total < *best)) return;
+    *best = total;
+    p->d = d;
+    p->dmin = dmin;
+    for (int i = 0; i < SUBS; ++i) {
+        p->scales[i] = (uint8_t)chosen[i].scale;
+        p->mins[i] = (uint8_t)chosen[i].min;
+    }
 }
 
 /* Scales and minima as ggml's encoder chooses them, and its d and dmin; zeros where it fails. */
@@ -233,40 +268,19 @@ static void fit(const kq_row *row, int64_t block, const kq_hist *hists, int firs
     const float *importance = row->importance ? row->importance + KQ_SUPER * block : NULL;
     sub_block subs[SUBS];
     for (int i = 0; i < SUBS; ++i) gather(&hists[i], scales[i], &subs[i]);
-    choice start[SUBS];
-    double lattice = kq_unit((int)kq_clamp(first, KQ_BOTTOM, KQ_Q5_K_TOP));
-    double finer = kq_unit((int)kq_clamp(first - 1, KQ_BOTTOM, KQ_Q5_K_TOP));
-    /* ggml's choice, the lattice that still holds the largest sub-block exactly, the next finer one, the extremes. */
-    factors candidates[6] = {
-        classic(packed, scales, importance, start), {lattice, 12 * lattice}, {finer, 12 * finer}, {0, 0}, {0, 0}, {0, 0},
-    };
-    if (first > KQ_Q5_K_TOP) {
-        candidates[3] = (factors){65504, 65504};
-        candidates[4] = (factors){8192, 65504};
-        candidates[5] = (factors){32768, 65504};
-    }
-    if (last < KQ_BOTTOM) candidates[3] = (factors){kq_unit(KQ_BOTTOM), kq_unit(KQ_BOTTOM)};
+    /* The lattice that still holds the largest sub-block exactly, the next finer one, the ends of fp16, ggml's. */
     double best = DBL_MAX;
-    for (int c = 0; c < 6; ++c) {
-        uint16_t d = kq_half_from_double(candidates[c].d), dmin = kq_half_from_double(candidates[c].dmin);
-        factors f = {kq_half_to_double(d), kq_half_to_double(dmin)};
-        if (c > 0 && d == 0) continue;
-        choice chosen[SUBS];
-        double total = 0;
-        for (int i = 0; i < SUBS && total < best; ++i) {
-            chosen[i] = start[i];
-            best_choice(&subs[i], f, &chosen[i]);
-            if (hists[i].weighted) total += chosen[i].error;
-        }
-        if (!(total < best)) continue;
-        best = total;
-        p->d = d;
-        p->dmin = dmin;
-        for (int i = 0; i < SUBS; ++i) {
-            p->scales[i] = (uint8_t)chosen[i].scale;
-            p->mins[i] = (uint8_t)chosen[i].min;
-        }
+    for (int x = first; x >= first - 1; --x) {
+        double d = kq_unit((int)kq_clamp(x, KQ_BOTTOM, KQ_Q5_K_TOP));
+        try_factors(subs, (factors){d, 12 * d}, NULL, &best, p);
     }
+    if (first > KQ_Q5_K_TOP) {
+        for (int d = 8192; d <= 65536; d *= 2) try_factors(subs, (factors){d, 65504}, NULL, &best, p);
+    }
+    if (last < KQ_BOTTOM) try_factors(subs, (factors){kq_unit(KQ_BOTTOM), kq_unit(KQ_BOTTOM)}, NULL, &best, p);
+    choice near[SUBS];
+    factors theirs = classic(packed, scales, importance, near);
+    try_factors(subs, theirs, near, &best, p);
     *is_exact = 1;
     for (int i = 0; i < SUBS; ++i) {
         double a = kq_half_to_double(p->d) * p->scales[i], o = kq_half_to_double(p->dmin) * p->mins[i];

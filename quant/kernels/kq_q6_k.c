@@ -153,55 +153,54 @@ static double error_at(const sub_block *sub, double a) {
     return error;
 }
 
-/* Best scale of a sub-block for a given d. Scales are tried where the largest value lands on quants 16..40, where the
- * lattice is that of the levels themselves, and what `*scale` holds on entry. */
-static double best_scale(const sub_block *sub, double d, int8_t *scale) {
-    double best = sub->energy, size = fabs(d);
-    int toward = d < 0 ? -1 : 1; /* sign of the scale for which d * scale is positive */
-    if (*scale && sub->n) {
-        double error = error_at(sub, d * *scale);
-        if (error < best) {
-            best = error;
-        } else {
-            *scale = 0;
-        }
+typedef struct { int scale; double error; } choice;
+
+static void try_choice(const sub_block *sub, double d, int scale, choice *best) {
+    if (scale < -128 || scale > 127) return;
+    double error = scale ? error_at(sub, d * scale) : sub->energy;
+    if (error < best->error) *best = (choice){scale, error};
+}
+
+/* Best scale on the lattice of d < 0: the levels' own spacing, or the largest value on quants 16..40, of either sign,
+ * positive products first. */
+static choice lattice_choice(const sub_block *sub, double d) {
+    choice best = {0, sub->energy};
+    for (int j = -1; j <= 3 && best.error > 0; ++j) {
+        double scale = sub->unit * kq_pow2(j) / -d;
+        if (scale >= 1 && scale <= 128 && scale == kq_rint(scale)) try_choice(sub, d, -(int)scale, &best);
     }
-    if (sub->n == 0) {
-        *scale = 0;
-        return 0;
-    }
-    for (int j = -1; j <= 3; ++j) {
-        double m = sub->unit * kq_pow2(j) / size;
-        if (m < 1 || m > 127.5 - 0.5 * toward || m != kq_rint(m)) continue;
-        double error = error_at(sub, m * size);
-        if (error < best) {
-            best = error;
-            *scale = (int8_t)(toward * (int)m);
-        }
-    }
-    double first = kq_clamp(sub->top / (40 * size) - 1, 1, 128), last = kq_clamp(sub->top / (16 * size) + 1, 1, 128);
-    for (int m = (int)first; m <= (int)last && best > 0; ++m) {
-        for (int sign = -1; sign <= 1; sign += 2) {
-            if (sign * m > 127) continue;
-            double error = error_at(sub, sign * toward * (m * size));
-            if (error < best || (error == best && sign == toward && (*scale ^ sign) < 0)) {
-                best = error;
-                *scale = (int8_t)(sign * m);
-            }
-        }
+    int from = (int)kq_clamp(sub->top / (-40 * d) - 1, 1, 128), to = (int)kq_clamp(sub->top / (-16 * d) + 1, 1, 128);
+    for (int scale = from; scale <= to && best.error > 0; ++scale) {
+        try_choice(sub, d, -scale, &best);
+        try_choice(sub, d, scale, &best);
     }
     return best;
 }
 
-/* Total error of the best scales under d; gives up beyond `limit`. A sub-block without weight follows but does not
+/* Best scale near a given one. */
+static choice nearby_choice(const sub_block *sub, double d, int scale) {
+    choice best = {0, sub->energy};
+    for (int i = -2; i <= 2; ++i) try_choice(sub, d, scale + i, &best);
+    return best;
+}
+
+/* Tries d with scales chosen for it, near `near` where that is given. A sub-block without weight follows but does not
  * count. */
-static double best_scales(const sub_block *subs, double d, double limit, int8_t *scales) {
+static void try_d(const sub_block *subs, double d, const int8_t *near, double *best, plan *p) {
+    uint16_t bits = kq_half_from_double(d);
+    int8_t scales[SUBS];
     double total = 0;
-    for (int i = 0; i < SUBS && total < limit; ++i) {
-        double error = best_scale(&subs[i], d, &scales[i]);
-        if (subs[i].hist.weighted) total += error;
+    if ((bits & 0x7fff) == 0) return;
+    d = kq_half_to_double(bits);
+    for (int i = 0; i < SUBS && total < *best; ++i) {
+        choice c = near ? nearby_choice(&subs[i], d, near[i]) : lattice_choice(&subs[i], d);
+        scales[i] = (int8_t)c.scale;
+        if (subs[i].hist.weighted) total += c.error;
     }
-    return total;
+    if (!(total < *best)) return;
+    *best = total;
+    p->d = bits;
+    memcpy(p->scales, scales, SUBS);
 }
 
 /* d and the scales as ggml's encoder chooses them; 0 where it fails. */
@@ -223,34 +222,21 @@ static double classic(const uint8_t *packed, const uint8_t *scales, const float 
     return 1 / inverse;
 }
 
-static void fit(const kq_row *row, int64_t block, int first, int last, plan *p, int *is_exact) {
+static void fit(const kq_row *row, int64_t block, int first, plan *p, int *is_exact) {
     const uint8_t *packed = row->packed + 128 * block, *scales = row->scales + 8 * block;
     const float *importance = row->importance ? row->importance + KQ_SUPER * block : NULL;
     sub_block subs[SUBS];
     for (int i = 0; i < SUBS; ++i) {
         gather(packed + 8 * i, scales[i / 2], importance ? importance + 16 * i : NULL, &subs[i]);
     }
-    int8_t classic_scales[SUBS] = {0};
-    /* The lattice that still holds the largest sub-block exactly, the next finer one, ggml's, and the extremes. */
-    double candidates[5] = {
-        -kq_unit((int)kq_clamp(first, KQ_BOTTOM, KQ_TOP)),
-        -kq_unit((int)kq_clamp(first - 1, KQ_BOTTOM, KQ_TOP)),
-        classic(packed, scales, importance, classic_scales),
-        first > KQ_TOP ? -65504 : 0,
-        last < KQ_BOTTOM ? -3 * kq_unit(KQ_BOTTOM) : 0,
-    };
+    /* The lattice that still holds the largest sub-block exactly, the next finer one, the ends of fp16, ggml's. */
     double best = DBL_MAX;
-    for (int i = 0; i < 5; ++i) {
-        uint16_t bits = kq_half_from_double(candidates[i]);
-        if ((bits & 0x7fff) == 0) continue;
-        int8_t chosen[SUBS] = {0};
-        if (i == 2) memcpy(chosen, classic_scales, SUBS);
-        double error = best_scales(subs, kq_half_to_double(bits), best, chosen);
-        if (!(error < best)) continue;
-        best = error;
-        p->d = bits;
-        memcpy(p->scales, chosen, SUBS);
+    for (int x = first; x >= first - 1; --x) {
+        try_d(subs, -kq_unit((int)kq_clamp(x, KQ_BOTTOM, KQ_TOP)), NULL, &best, p);
     }
+    if (first > KQ_TOP) try_d(subs, -65504, NULL, &best, p);
+    int8_t near[SUBS];
+    try_d(subs, classic(packed, scales, importance, near), near, &best, p);
     *is_exact = 1;
     for (int i = 0; i < SUBS; ++i) {
         double a = kq_half_to_double(p->d) * p->scales[i];
@@ -268,7 +254,7 @@ void kq_q6_k_block(const kq_row *row, int64_t block) {
     plan p;
     int first, last, is_exact = 1;
     if (!plain(packed, scales, &p) && !exact(packed, scales, &p, &first, &last)) {
-        fit(row, block, first, last, &p, &is_exact);
+        fit(row, block, first, &p, &is_exact);
         row->stats->clipped += !is_exact && (first > KQ_TOP || last < KQ_BOTTOM);
     }
     row->stats->blocks += 1;

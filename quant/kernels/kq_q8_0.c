@@ -11,7 +11,7 @@ static void fitted(const kq_row *row, int64_t b, kq_block_q8_0 *out) {
     kq_fit fit;
     const uint8_t *packed = row->packed + 16 * b;
     kq_histogram(packed, KQ_BLOCK, row->scales[b], row->importance ? row->importance + 32 * b : NULL, &h);
-    kq_fit_scale(&h, -128, 127, &fit);
+    kq_fit_scale(&h, 128, &fit);
     fit.q[8] = fit.q[0];
     out->d = fit.d;
     for (int i = 0; i < 16; ++i) {
