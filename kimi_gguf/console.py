@@ -13,12 +13,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, Self, TextIO
+from typing import TYPE_CHECKING, Any, Literal, Self, TextIO
 
 from tqdm import tqdm
 
-from convert.domain import Plan
 from quant.errors import KimiGgufError
+
+if TYPE_CHECKING:
+    from convert.domain import Plan
 
 Mode = Literal["human", "json", "quiet"]
 

@@ -14,7 +14,7 @@ import numpy as np
 from convert.structure import check_structure
 from kimi_gguf.sizes import SizedTensor, SizeReport, size_report
 from quant.gguf_cursor import StringArray
-from quant.gguf_parser import GgufTensor, GgufValue
+from quant.gguf_parser import GgufTensor, GgufValue, ValueType
 from quant.gguf_split import GgufSet, read_gguf_set
 
 LONGEST_ARRAY = 1024
@@ -114,14 +114,18 @@ def plain_value(value: GgufValue) -> Any:
         if isinstance(value.value, StringArray):
             shown: list[Any] = value.value[:_FIRST_STRINGS] if length > LONGEST_ARRAY else list(value.value)
         else:
-            shown = [_finite(x) for x in value.value[:LONGEST_ARRAY].tolist()]
+            shown = [_plain_float(x, value.element) for x in value.value[:LONGEST_ARRAY].tolist()]
         return shown if len(shown) == length else {"length": length, "first": shown}
-    return _finite(value.value)
+    return _plain_float(value.value, value.type)
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def _plain_float(value: Any, type_: Any) -> Any:
+    """A float32 in its shortest digits; NaN and infinity, which JSON does not have, as text."""
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        return str(value)
+    return float(str(np.float32(value))) if type_ is ValueType.FLOAT32 else value
 
 
 def _sized(files: GgufSet) -> list[SizedTensor]:

@@ -7,12 +7,14 @@ from typing import Any
 
 from convert.domain import ConvertResult
 from kimi_gguf.console import table
+from kimi_gguf.demo import DemoResult
 from kimi_gguf.inspection import Inspection, plain_value
 from kimi_gguf.plan_summary import PlanSummary, grouped, shape_source, summarize
 from kimi_gguf.sizes import SizeReport, human_bytes
 
 _MOST_FILES = 12
 _LONGEST_VALUE = 80
+_SHORT_ARRAY = 8
 
 
 def plans_value(plans: Sequence[PlanSummary], shape: str | None) -> dict[str, Any]:
@@ -71,6 +73,17 @@ def inspection_text(found: Inspection, *, tensors: bool = False) -> str:
         rows = [(t.name, t.qtype.name, "x".join(map(str, t.shape)), f"{t.nbytes:,}") for t in found.tensors]
         parts.insert(3, table(("tensor", "type", "shape", ">bytes"), rows))
     return "\n\n".join(part for part in parts if part)
+
+
+def demo_text(result: DemoResult) -> str:
+    """The demonstration's file, and how well its size was predicted."""
+    same = "equal" if result.predicted == result.actual else "NOT EQUAL"
+    lines = [
+        f"checkpoint  {result.checkpoint}",
+        f"GGUF        {result.file}",
+        f"size        {result.predicted:,} bytes predicted, {result.actual:,} written: {same}",
+    ]
+    return "\n\n".join([inspection_text(result.inspection), *_changes(result.plan), "\n".join(lines)])
 
 
 def _structure(found: Inspection) -> str:
@@ -143,6 +156,12 @@ def _changes(plan: PlanSummary) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    text = f"[{value['length']:,} elements] {value['first']}" if isinstance(value, dict) else str(value)
+    """A metadata value on one line; of arrays the length and the first elements."""
+    if isinstance(value, dict):
+        text = f"{value['length']:,} elements: {value['first']}"
+    elif isinstance(value, list) and len(value) > _SHORT_ARRAY:
+        text = f"{len(value):,} elements: {value}"
+    else:
+        text = str(value)
     text = text.replace("\n", "\\n").replace("\t", "\\t")
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."

@@ -1,0 +1,283 @@
+"""The command line: exit codes, one message for each failure, one object on stdout with --json, no prompts unasked."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from convert.gguf_file import MetadataEntry, TensorEntry, ValueType, lay_out
+from kimi_gguf import api
+from kimi_gguf.cli import VERBS, run
+from kimi_gguf.reference.checkpoint_maker import TinyShape, make_checkpoint
+from quant.types import QuantType
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), TinyShape(), seed=5)
+
+
+@pytest.fixture
+def verb(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = run([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def child(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "kimi_gguf", *map(str, arguments)]
+    return subprocess.run(command, env=environment, text=True, capture_output=True, check=False, **options)
+
+
+def test_help_names_every_verb_without_loading_them() -> None:
+    code = (
+        "import sys; from kimi_gguf.cli import run; run(['--help']); "
+        "sys.exit(any(m in sys.modules for m in ('numpy', 'gguf', 'convert.pipeline')))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True, check=False)
+    assert result.returncode == 0
+    assert all(name in result.stdout for name in VERBS)
+
+
+def test_every_verb_loads_and_has_help(verb: Any) -> None:
+    for name in VERBS:
+        code, out, _ = verb(name, "--help")
+        assert code == 0 and "Usage: kimi-gguf " + name in out
+
+
+def test_the_table_of_a_released_shape_is_one_object(verb: Any) -> None:
+    code, out, err = verb("plan", "--shape", "k3.1-pro", "--json")
+    value = json.loads(out)
+    assert (code, err) == (0, "")
+    assert value["shape"] == {"name": "k3.1-pro", "source_tensors": 497_340, "source_bytes": 1_561_217_377_280}
+    sizes = {row["quant"]: row["tensor_bytes"] for row in value["plans"]}
+    assert sizes["MXFP4"] == 1_561_518_856_576
+    assert all(row["tensors"] == 2_693 for row in value["plans"])
+
+
+def test_a_plan_in_words_has_a_row_for_each_quant(verb: Any, checkpoint: Path) -> None:
+    code, out, _ = verb("plan", checkpoint, "--quant", "Q4_K_M", "--quant", "mxfp4")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["quant", "Q4_K_M", "MXFP4"]
+    code, out, err = verb("plan", checkpoint, "--quant", "Q4_K_M")
+    assert code == 0 and "floor of MLA absorbed" in out and "bits per weight" in err
+
+
+def test_a_conversion_ends_with_the_planned_bytes(verb: Any, checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "out.gguf"
+    code, out, err = verb("convert", checkpoint, "--quant", "Q3_K_M", "--outfile", file, "--json", "--threads", 2)
+    value = json.loads(out)
+    assert (code, err) == (0, "")
+    assert value["files"] == [str(file)]
+    assert value["bytes"] == file.stat().st_size
+    assert Path(value["manifest"]).is_file()
+    assert len(gguf.GGUFReader(file).tensors) == value["tensors"]
+    assert any("chat template" in warning for warning in value["warnings"])
+
+
+def test_a_finished_file_is_not_replaced_unasked(verb: Any, checkpoint: Path, tmp_path: Path) -> None:
+    flags = ("convert", checkpoint, "--quant", "MXFP4", "--outdir", tmp_path)
+    code, out, err = verb(*flags, "-q")
+    assert code == 0 and out.strip() == str(tmp_path / "Kimi-K3.1-Pro-MXFP4.gguf")
+    assert all(line.startswith("warning: ") for line in err.splitlines())
+    code, out, _ = verb(*flags, "--json")
+    value = json.loads(out)
+    assert code == 1 and "exists" in value["error"] and "--overwrite" in value["hint"]
+    code, out, _ = verb(*flags, "--overwrite")
+    assert code == 0 and "MXFP4" in out
+
+
+def test_a_dry_run_writes_nothing(verb: Any, checkpoint: Path, tmp_path: Path) -> None:
+    target = tmp_path / "none"
+    code, out, _ = verb("convert", checkpoint, "--quant", "Q2_K", "--outdir", target, "--dry-run", "--json")
+    assert code == 0 and json.loads(out)["plans"][0]["quant"] == "Q2_K"
+    assert not target.exists()
+
+
+def test_without_src_the_current_folder_is_meant(
+    verb: Any, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoint)
+    code, out, _ = verb("plan", "--quant", "MXFP4", "--json")
+    assert code == 0 and json.loads(out)["plans"][0]["architecture"] == "kimi-k31"
+    monkeypatch.chdir(tmp_path)
+    for arguments in (("plan",), ("convert", "--quant", "MXFP4"), ("plan", "no/such")):
+        code, out, err = verb(*arguments)
+        assert (code, out) == (2, "")
+        assert "kimi-gguf convert FOLDER --quant MXFP4" in err
+
+
+USAGE = {
+    "unknown verb": ("frobnicate",),
+    "unknown flag": ("plan", "--frobnicate"),
+    "missing quant": ("convert", "."),
+    "unknown quant": ("plan", "--shape", "k3", "--quant", "Q9_Z"),
+    "unknown shape": ("plan", "--shape", "k9"),
+    "both outputs": ("plan", "--shape", "k3", "--outfile", "a.gguf", "--outdir", "b"),
+    "size": ("plan", "--shape", "k3", "--split-max-size", "48Q"),
+    "override": ("plan", "--shape", "k3", "--override-kv", "a=b"),
+    "tensor type": ("plan", "--shape", "k3", "--tensor-type", "x=Q99"),
+    "floor": ("plan", "--shape", "k3", "--quant", "Q4_K_M", "--tensor-type", "ssm_beta=Q2_K"),
+    "encoder": ("plan", "--shape", "k3", "--encoder", "best"),
+}
+
+
+@pytest.mark.parametrize("case", USAGE)
+def test_wrong_use_exits_with_2_and_one_message(case: str, verb: Any) -> None:
+    code, out, err = verb(*USAGE[case])
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and "Traceback" not in err
+    code, out, err = verb(*USAGE[case], "--json")
+    value = json.loads(out)
+    assert (code, err) == (2, "") and value["exit_code"] == 2 and value["error"]
+
+
+def test_no_arguments_show_the_help_and_exit_with_2(verb: Any) -> None:
+    code, out, err = verb()
+    assert (code, out) == (2, "") and "convert" in err
+
+
+def test_a_faulty_gguf_is_one_message_with_exit_1(verb: Any, tmp_path: Path) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(b"GGUF" + b"\xff" * 100)
+    code, out, err = verb("inspect", path)
+    assert (code, out) == (1, "") and err.startswith("error: ") and "Traceback" not in err
+    code, out, err = verb("inspect", path, "--json")
+    assert (code, err) == (1, "") and "bad.gguf" in json.loads(out)["error"]
+
+
+def test_inspection_shows_sizes_and_structure(verb: Any, checkpoint: Path, tmp_path: Path) -> None:
+    verb("convert", checkpoint, "--quant", "MXFP4", "--outdir", tmp_path, "--split-max-size", "4M")
+    files = sorted(tmp_path.glob("*.gguf"))
+    assert len(files) > 2
+    values = []
+    for file in (files[0], files[-1]):
+        code, out, _ = verb("inspect", file, "--json", "--tensors")
+        values.append(json.loads(out))
+        assert code == 0
+    assert values[0] == values[1]
+    value = values[0]
+    assert value["structure"] == {"checked": True, "faults": [], "warnings": ["no chat template"]}
+    assert value["expert_bits_per_weight"] == 4.25
+    assert value["bytes"] == sum(file.stat().st_size for file in files)
+    assert len(value["tensor_list"]) == value["tensors"]
+    assert value["metadata"]["kimi-k31.attention.layer_norm_rms_epsilon"] == 1e-5
+    code, out, _ = verb("inspect", files[1], "--tensors")
+    assert code == 0 and "structure: complete" in out and "blk.3.indexer.k_norm.bias" in out
+    files[2].unlink()
+    code, _, err = verb("inspect", files[0])
+    assert code == 1 and files[2].name in err
+
+
+def test_a_structural_fault_exits_with_1_and_still_shows_the_file(verb: Any, tmp_path: Path) -> None:
+    path = tmp_path / "half.gguf"
+    layout = lay_out([MetadataEntry("general.architecture", ValueType.STRING, "kimi-k3")], [])
+    path.write_bytes(layout.header)
+    code, out, err = verb("inspect", path)
+    assert code == 1 and "faults" in out and "kimi-k3.block_count is missing" in err
+
+
+def test_what_a_terminal_would_obey_is_written_out(verb: Any, tmp_path: Path) -> None:
+    path = tmp_path / "evil.gguf"
+    keys = [MetadataEntry("general.name", ValueType.STRING, "\x1b]0;owned\x07\u202eevil\r")]
+    layout = lay_out(keys, [TensorEntry("t\x1b[2J", (32,), QuantType.F32)])
+    path.write_bytes(layout.header.ljust(layout.nbytes, b"\0"))
+    code, out, err = verb("inspect", path, "--tensors")
+    assert code == 0
+    assert not set("\x1b\x07\r\u202e") & set(out + err)
+    assert "\\x1b]0;owned" in out and "t\\x1b[2J" in out
+
+
+def test_ctrl_c_exits_with_130(verb: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "convert", interrupted)
+    code, out, err = verb("convert", checkpoint, "--quant", "MXFP4")
+    assert (code, out) == (130, "") and "the same command continues" in err
+    code, out, _ = verb("convert", checkpoint, "--quant", "MXFP4", "--json")
+    assert code == 130 and json.loads(out)["error"] == "interrupted"
+
+
+def test_an_unforeseen_failure_is_one_line_too(verb: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(api, "plan", broken)
+    code, out, err = verb("plan", checkpoint)
+    assert (code, out) == (1, "") and "RuntimeError: boom" in err and "Traceback" not in err
+
+
+class Terminal(io.StringIO):
+    """A stdin that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("answer", "yes", "code"), [("n\n", (), 1), ("", (), 1), ("y\n", (), 0), ("n\n", ("--yes",), 0)]
+)
+def test_growth_is_asked_about_on_a_terminal_only(
+    answer: str, yes: tuple[str, ...], code: int, verb: Any, checkpoint: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    found, _, err = verb("convert", checkpoint, "--quant", "Q5_0", "--outdir", tmp_path / "out", *yes)
+    assert found == code
+    assert ("Continue?" in err) == (not yes)
+    assert (tmp_path / "out").exists() == (code == 0)
+
+
+def test_a_closed_stdin_and_a_reader_that_left_do_no_harm(checkpoint: Path, tmp_path: Path) -> None:
+    flags = ("convert", checkpoint, "--quant", "Q5_0", "--outdir", tmp_path, "-q")
+    done = child(*flags, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0 and "Continue?" not in done.stderr
+    read, write = os.pipe()
+    os.close(read)
+    left = subprocess.run(
+        [sys.executable, "-m", "kimi_gguf", "plan", "--shape", "k3", "--quant", "MXFP4"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(write)
+    assert left.returncode == 1 and left.stderr == ""
+
+
+def test_version_and_module_entry() -> None:
+    result = child("--version")
+    assert result.returncode == 0 and result.stdout.startswith("kimi-gguf ")
+
+
+def test_the_demonstration_runs_twice_in_its_folder_and_in_no_other(verb: Any, tmp_path: Path) -> None:
+    home = tmp_path / "demo"
+    code, out, _ = verb("demo", "--dir", home, "--json")
+    value = json.loads(out)
+    assert code == 0
+    assert value["predicted_bytes"] == value["actual_bytes"] == Path(value["file"]).stat().st_size
+    assert value["inspection"]["structure"]["faults"] == []
+    code, out, _ = verb("demo", "--dir", home)
+    assert code == 0 and "predicted" in out and ": equal" in out
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious").touch()
+    code, _, err = verb("demo", "--dir", tmp_path / "mine")
+    assert code == 2 and "choose another --dir" in err
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["precious"]
