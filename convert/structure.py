@@ -21,10 +21,11 @@ from convert.shapes import released_specs
 from quant.gguf_cursor import StringArray
 from quant.gguf_parser import GgufHeader, GgufTensor, GgufValue, ValueType
 from quant.gguf_split import GgufSet
+from quant.recipe_floors import FLOORS, below
 from quant.tensors import TensorClass
-from quant.types import QuantType
 
-F32_CLASSES = frozenset(
+# What llama.cpp's graph multiplies in F32 alone; of the other floors a file may fall short and still load.
+_F32_ONLY = frozenset(
     {
         TensorClass.NORM,
         TensorClass.RESIDUAL_SCORE,
@@ -33,7 +34,6 @@ F32_CLASSES = frozenset(
         TensorClass.ROUTER_BIAS,
     }
 )
-
 _ARCHITECTURES: dict[str, Arch] = {"kimi-k3": "kimi-k3", "kimi-k31": "kimi-k31"}
 _SHOWN = 6
 # llama.cpp also takes the two absorbed matrices as the one that they come from.
@@ -123,6 +123,7 @@ class _Check:
 
     def _check_tensors(self, config: ModelConfig, tensors: Mapping[str, GgufTensor]) -> None:
         missing, misshapen = [], []
+        low: dict[tuple[TensorClass, str], list[str]] = {}
         known = set()
         for spec in released_specs(config):
             known.add(spec.name)
@@ -135,10 +136,8 @@ class _Check:
                 missing.append(spec.name)
             elif _squeezed(found.shape) != _squeezed(spec.shape):
                 misshapen.append(f"{spec.name} is {list(found.shape)}, the keys make it {list(spec.shape)}")
-            elif spec.cls in F32_CLASSES and found.qtype is not QuantType.F32:
-                self.faults.append(f"{spec.name} ({spec.cls}) is {found.qtype.name}; llama.cpp computes it in F32")
-            elif spec.cls in (TensorClass.ROUTER, TensorClass.INDEXER_WEIGHTS) and found.qtype is not QuantType.F32:
-                self.warnings.append(f"{spec.name} ({spec.cls}) is {found.qtype.name}, below F32")
+            elif below(found.qtype, FLOORS.get(spec.cls)):
+                low.setdefault((spec.cls, found.qtype.name), []).append(spec.name)
         extra = [name for name in tensors if name not in known]
         if missing:
             self.faults.append(f"{len(missing)} tensors are missing: {_listed(missing)}")
@@ -146,6 +145,9 @@ class _Check:
             self.faults.append(f"{len(misshapen)} tensors have another shape: {_listed(misshapen)}")
         if extra:
             self.faults.append(f"{len(extra)} tensors have no place in {self.arch}: {_listed(extra)}")
+        for (cls, qtype), names in low.items():
+            where = self.faults if cls in _F32_ONLY else self.warnings
+            where.append(f"{len(names)} tensors ({cls}) are {qtype}, below {FLOORS[cls].name}: {_listed(names)}")
 
     def _check_tokenizer(self, config: ModelConfig) -> None:
         metadata = self.files.metadata

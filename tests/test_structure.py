@@ -96,7 +96,10 @@ FAULTS = {
     "missing tensor": (drop("blk.3.indexer.k_norm.bias"), r"1 tensors are missing: blk\.3\.indexer\.k_norm\.bias"),
     "extra tensor": (add("blk.0.attn_extra.weight"), r"no place in kimi-k31: blk\.0\.attn_extra"),
     "shape": (swap("blk.1.ssm_a", (3,)), r"blk\.1\.ssm_a is \[3\], the keys make it \[2\]"),
-    "norm type": (swap("output_norm.weight", (64,), QuantType.F16), r"output_norm\.weight \(norm\) is F16"),
+    "norm type": (
+        swap("output_norm.weight", (64,), QuantType.F16),
+        r"1 tensors \(norm\) are F16, below F32: output_norm\.weight",
+    ),
     "required key": (drop("kda.head_dim"), r"kda\.head_dim is missing"),
     "required float": (drop("activation.situ_beta"), r"situ_beta is missing"),
     "silent key": (drop("expert_weights_norm"), r"expert_weights_norm is missing: routing weights are not normalised"),
@@ -128,7 +131,10 @@ def test_a_fault_is_named(case: str, tmp_path: Path) -> None:
 WARNINGS = {
     "softplus gate": (drop("kda.gate_lower_bound"), "the decay gate becomes a softplus"),
     "unknown key": (put("kimi-k31.rope.freq_base", F32, 1e4), r"does not know: kimi-k31\.rope\.freq_base"),
-    "router type": (swap("blk.1.ffn_gate_inp.weight", (6, 64), QuantType.Q4_0), r"\(router\) is Q4_0, below F32"),
+    "router type": (
+        swap("blk.1.ffn_gate_inp.weight", (6, 64), QuantType.Q4_0),
+        r"\(router\) are Q4_0, below F32: blk\.1\.ffn",
+    ),
     "no template": (drop("tokenizer.chat_template"), "no chat template"),
 }
 
