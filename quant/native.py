@@ -138,12 +138,23 @@ def encode_with_stats(
         ValueFault: a scale of 255 (NaN) or a weight beyond float32; carries the row, as ``mxfp4.check_scales`` does.
         InputError: importance of another length, negative or not finite.
     """
+    row_count, columns = _checked_shape(rows)
+    out = np.empty((row_count, row_bytes(qtype, columns)), dtype=np.uint8)
+    return out, encode_into(rows, qtype, out, importance)
+
+
+def encode_into(rows: Mxfp4Rows, qtype: QuantType, out: U8Array, importance: F32Array | None = None) -> EncodeStats:
+    """As ``encode_with_stats``, into ``out``: contiguous U8 [r, bytes of a row]; undefined after an error."""
     library = _library()
     isa = _ISAS[current_isa()]
     row_count, columns = _checked_shape(rows)
     if not library.kq_supports(int(qtype)):
         raise UsageError(f"the native encoder does not write {qtype.name}", "use the ggml encoder for this type")
-    out = np.empty((row_count, row_bytes(qtype, columns)), dtype=np.uint8)
+    expected = (row_count, row_bytes(qtype, columns))
+    if out.shape != expected or out.dtype != np.uint8 or not out.flags.c_contiguous or not out.flags.writeable:
+        raise UsageError(
+            f"{qtype.name} blocks need a writable contiguous U8 array of shape {expected}, not {out.shape}"
+        )
     weights = None if importance is None else _checked_importance(importance, columns)
     packed = np.ascontiguousarray(rows.packed)
     scales = np.ascontiguousarray(rows.scales)
@@ -165,7 +176,7 @@ def encode_with_stats(
             f"the encoder for {qtype.name} failed on {row_count} rows of {columns} weights (code {result})",
             "free some memory, or use the ggml encoder",
         )
-    return out, EncodeStats(stats.blocks, stats.exact, stats.clipped)
+    return EncodeStats(stats.blocks, stats.exact, stats.clipped)
 
 
 def _checked_shape(rows: Mxfp4Rows) -> tuple[int, int]:
