@@ -17,6 +17,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # The release's index, the largest side file, has 60 MB.
 MAX_SIDE_FILE_BYTES = 512_000_000
+MAX_SHARDS = 100_000
 _SET_MEMBER = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})\.safetensors")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -59,9 +60,9 @@ def label_and_revision(directory: Path) -> tuple[str, str | None]:
     """
     directory = directory.resolve()
     revision = directory.name if _COMMIT.fullmatch(directory.name) else None
-    repo = directory.parent.parent.name
-    if directory.parent.name == "snapshots" and repo.startswith("models--"):
-        return repo.split("--", 2)[-1], revision
+    repo = directory.parent.parent.name if directory.parent.name == "snapshots" else directory.name
+    if repo.startswith("models--"):
+        return repo.split("--", 2)[-1] or "model", revision
     if directory.name and revision is None:
         return directory.name, None
     data = read_side_file(directory, "config.json")
@@ -162,6 +163,8 @@ def _indexed_names(directory: Path, text: str) -> list[str]:
     for tensor, file in walk_index(text):
         counts[file] += 1
         first.setdefault(file, tensor)
+        if len(counts) > MAX_SHARDS:
+            raise InputError(f"{INDEX} names more than {MAX_SHARDS} shards")
     if not counts:
         raise InputError(f"{INDEX}: the weight_map is empty", "remove the index if the shards are complete")
     for name in counts:

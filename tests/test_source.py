@@ -263,3 +263,7 @@ def test_the_tensor_table_of_the_release_stays_below_250_mb(sparse_release: Path
     count, kilobytes = map(int, done.stdout.split())
     assert count == 497_340
     assert kilobytes < 250_000
+
+
+def test_a_folder_named_like_a_cache_entry_is_named_after_the_model_too(folder: Path):
+    assert open_source(folder.rename(folder.parent / "models--org--Kimi-K3")).label == "Kimi-K3"

@@ -14,9 +14,10 @@ from typing import Literal
 import numpy as np
 
 from kimi_gguf.reference.checkpoint_shape import TinyShape
-from kimi_gguf.reference.checkpoint_values import gaussian, generator, mxfp4_as_bf16, mxfp4_packed, mxfp4_scales
+from kimi_gguf.reference.checkpoint_values import gaussian, generator, mxfp4_packed, mxfp4_scales
 from kimi_gguf.reference.checkpoint_writer import Array, LazyTensor
-from quant.tensors import F32Array
+from quant.mxfp4 import decode
+from quant.tensors import F32Array, Mxfp4Rows
 
 _HEAD_MULTIPLE = 128
 
@@ -67,11 +68,12 @@ class _Maker:
             yield LazyTensor(f"{stem}.weight_packed", "U8", (rows, columns // 2), packed)
             yield LazyTensor(f"{stem}.weight_scale", self.options.scale_dtype, (rows, columns // 32), scales)
         else:
-            yield LazyTensor(f"{stem}.weight", "BF16", (rows, columns), _exact_bf16(packed, scales))
+            yield LazyTensor(f"{stem}.weight", "BF16", (rows, columns), _decoded(packed, scales))
 
 
-def _exact_bf16(packed: Callable[[], Array], scales: Callable[[], Array]) -> Callable[[], Array]:
-    return lambda: mxfp4_as_bf16(packed(), scales())
+def _decoded(packed: Callable[[], Array], scales: Callable[[], Array]) -> Callable[[], Array]:
+    """MXFP4 values, each of which BF16 holds exactly."""
+    return lambda: decode(Mxfp4Rows(packed(), scales()))
 
 
 def _kda(make: _Maker, prefix: str, shape: TinyShape) -> Iterator[LazyTensor]:

@@ -14,12 +14,11 @@ from math import log2, sqrt
 import numpy as np
 import numpy.typing as npt
 
-from quant.tensors import F32Array, U8Array, U16Array
+from quant.mxfp4 import LEVELS
+from quant.tensors import F32Array, U8Array
 
 # Spread of weights in units of their block's scale, for blocks whose largest of 32 Gaussian weights lies in (3, 6].
 _SIGMA = 2.0
-_LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
-_CODES = np.concatenate([_LEVELS, -_LEVELS])
 # Scale bytes of a tensor spread around the middle one, as in trained weights.
 _SCALE_OFFSETS = np.repeat(np.array([-2, -1, 0, 1], dtype=np.int16), [16, 80, 144, 16])
 
@@ -43,7 +42,7 @@ def gaussian(rng: np.random.Generator, shape: tuple[int, ...], std: float, mean:
 def _code_table() -> U8Array:
     """65,536 bytes of two codes each, as frequent as quantized N(0, sigma) weights make them."""
     samples = np.random.Generator(np.random.SFC64(4)).standard_normal((2, 1 << 16), dtype=np.float32) * _SIGMA
-    level = np.argmin(np.abs(np.abs(samples)[..., None] - _LEVELS), axis=-1).astype(np.uint8)
+    level = np.argmin(np.abs(np.abs(samples)[..., None] - LEVELS[:8]), axis=-1).astype(np.uint8)
     codes = level | (np.signbit(samples).astype(np.uint8) << 3)
     return np.asarray(codes[0] | codes[1] << 4, dtype=np.uint8)
 
@@ -61,12 +60,3 @@ def mxfp4_scales(seed: int, stem: str, rows: int, columns: int) -> U8Array:
     drawn = generator(seed, f"{stem}.scales").bytes(rows * columns // 32)
     offsets = _SCALE_OFFSETS[np.frombuffer(drawn, dtype=np.uint8)]
     return (offsets + np.int16(middle)).astype(np.uint8).reshape(rows, columns // 32)
-
-
-def mxfp4_as_bf16(packed: U8Array, scales: U8Array) -> U16Array:
-    """The exact BF16 bits of an expert matrix, U16 [rows, columns]."""
-    rows, columns = packed.shape[0], packed.shape[1] * 2
-    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(rows, columns // 32, 32)
-    values = _CODES[codes] * np.ldexp(np.float32(1), scales.astype(np.int32) - 127)[..., None]
-    bits: U16Array = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    return bits.reshape(rows, columns)
