@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
@@ -95,3 +96,11 @@ def missing_importance(
         for tensor, assignment in zip(tensors, assignments, strict=True)
         if needs_importance(tensor.name, assignment.qtype, recipe) and tensor.name not in available
     ]
+
+
+def dominant_type(tensors: Sequence[RecipeTensor], assignments: Sequence[Assignment]) -> QuantType:
+    """The type that holds most of the weights; names a file whose types come from a table."""
+    weights: dict[QuantType, int] = {}
+    for tensor, assignment in zip(tensors, assignments, strict=True):
+        weights[assignment.qtype] = weights.get(assignment.qtype, 0) + math.prod(tensor.shape)
+    return max(weights, key=lambda qtype: (weights[qtype], -int(qtype)))
