@@ -8,9 +8,12 @@
 
 static const float tiny = 1e-15f; /* below it ggml takes a group for all zero */
 
-static int nearest(float value, int low, int high) {
-    if (!(value > (float)low)) return low;
-    return value >= (float)high ? high : (int)rintf(value);
+/* Nearest integer of value in low..high, ties to even; NaN becomes low. */
+static float nearest(float value, float low, float high) {
+    const float shift = 12582912.0f; /* 1.5 * 2^23 */
+    value = value > low ? value : low;
+    value = value < high ? value : high;
+    return (value + shift) - shift;
 }
 
 float kq_classic_scale(int n, int levels, const float *x, const float *w) {
@@ -25,7 +28,7 @@ float kq_classic_scale(int n, int levels, const float *x, const float *w) {
         float density = -((float)levels + 0.1f * (float)step) / extreme;
         float lx = 0, ll = 0;
         for (int i = 0; i < n; ++i) {
-            float l = (float)nearest(density * x[i], -levels, levels - 1);
+            float l = nearest(density * x[i], (float)-levels, (float)(levels - 1));
             float weight = w ? w[i] : x[i] * x[i];
             lx += weight * x[i] * l;
             ll += weight * l * l;
@@ -53,20 +56,20 @@ float kq_classic_scale_min(int n, int top, const float *x, const float *w, float
     if (low > 0) low = 0;
     *minimum = -low;
     if (!(high > low)) return 0;
-    float base = low, plain = (float)top / (high - low), best_scale = 1 / plain, best = 0;
+    float ceiling = (float)top, base = low, plain = ceiling / (high - low), best_scale = 1 / plain, best = 0;
     for (int i = 0; i < n; ++i) {
-        float diff = best_scale * (float)nearest(plain * (x[i] - low), 0, top) + low - x[i];
+        float diff = best_scale * nearest(plain * (x[i] - low), 0, ceiling) + low - x[i];
         best += w[i] * (diff * diff);
     }
     for (int s = 0; s <= steps; ++s) {
         /* Lattices span from the best minimum so far, as in the original. */
-        float density = (first + step * (float)s + (float)top) / (high - base);
-        float l_sum = 0, ll_sum = 0, lx_sum = 0;
+        float density = (first + step * (float)s + ceiling) / (high - base);
+        float l[32], l_sum = 0, ll_sum = 0, lx_sum = 0;
+        for (int i = 0; i < n; ++i) l[i] = nearest(density * (x[i] - base), 0, ceiling);
         for (int i = 0; i < n; ++i) {
-            float l = (float)nearest(density * (x[i] - base), 0, top);
-            l_sum += w[i] * l;
-            ll_sum += w[i] * l * l;
-            lx_sum += w[i] * l * x[i];
+            l_sum += w[i] * l[i];
+            ll_sum += w[i] * l[i] * l[i];
+            lx_sum += w[i] * l[i] * x[i];
         }
         float determinant = sum_w * ll_sum - l_sum * l_sum;
         if (!(determinant > 0)) continue;
@@ -78,8 +81,7 @@ float kq_classic_scale_min(int n, int top, const float *x, const float *w, float
         }
         float error = 0;
         for (int i = 0; i < n; ++i) {
-            float l = (float)nearest(density * (x[i] - base), 0, top);
-            float diff = this_scale * l + this_low - x[i];
+            float diff = this_scale * l[i] + this_low - x[i];
             error += w[i] * (diff * diff);
         }
         if (error < best) {
@@ -104,7 +106,7 @@ float kq_classic_positive(int n, int top, const float *x, const float *w, uint8_
         if (step == 0) continue;
         float error = 0;
         for (int i = 0; i < n; ++i) {
-            float diff = x[i] - 1 / candidate * (float)nearest(candidate * x[i], 0, top);
+            float diff = x[i] - 1 / candidate * nearest(candidate * x[i], 0, (float)top);
             error += w[i] * diff * diff;
         }
         if (step == -5 || error < best) {
@@ -114,7 +116,7 @@ float kq_classic_positive(int n, int top, const float *x, const float *w, uint8_
     }
     float lx = 0, ll = 0;
     for (int i = 0; i < n; ++i) {
-        q[i] = (uint8_t)nearest(density * x[i], 0, top);
+        q[i] = (uint8_t)nearest(density * x[i], 0, (float)top);
         lx += w[i] * x[i] * q[i];
         ll += w[i] * q[i] * q[i];
     }
@@ -123,10 +125,10 @@ float kq_classic_positive(int n, int top, const float *x, const float *w, uint8_
         for (int i = 0; i < n; ++i) {
             float other_lx = lx - w[i] * x[i] * q[i], other_ll = ll - w[i] * q[i] * q[i];
             if (!(other_lx > 0 && other_ll > 0)) continue;
-            int l = nearest(x[i] * other_ll / other_lx, 0, top);
-            if (l == q[i]) continue;
-            other_lx += w[i] * x[i] * (float)l;
-            other_ll += w[i] * (float)l * (float)l;
+            float l = nearest(x[i] * other_ll / other_lx, 0, (float)top);
+            if (l == (float)q[i]) continue;
+            other_lx += w[i] * x[i] * l;
+            other_ll += w[i] * l * l;
             if (other_lx * other_lx * ll > lx * lx * other_ll) {
                 q[i] = (uint8_t)l;
                 lx = other_lx;

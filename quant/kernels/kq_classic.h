@@ -7,7 +7,7 @@
 /* Scale for x = scale * q, -levels <= q < levels. Weights w, or x * x where w is NULL. */
 float kq_classic_scale(int n, int levels, const float *x, const float *w);
 
-/* Scale for x = scale * q - minimum, 0 <= q <= top, minimum >= 0. Lattices with
+/* Scale for x = scale * q - minimum, 0 <= q <= top, minimum >= 0, n <= 32. Lattices with
  * first + i * step + top quants over the range, i = 0..steps, are tried. */
 float kq_classic_scale_min(int n, int top, const float *x, const float *w, float first, float step, int steps,
                            float *minimum);

@@ -125,19 +125,31 @@ void kq_fit_scale(const kq_hist *h, int limit, kq_fit *best) {
         negative[l] = h->w[9 + l];
         energy += (positive[l] + negative[l]) * magnitudes[l] * magnitudes[l];
     }
+    best->error = DBL_MAX;
+    try_lattice(h, -limit, limit - 1, 0, 0, best);
+    if (unit < kq_unit(104)) {
+        /* Every fp16 number is a multiple of 2^-24, and no value is beyond six of them: that lattice is the best. */
+        try_lattice(h, -limit, limit - 1, 1, 0, best);
+        mark_exact(h, best);
+        return;
+    }
     stop stops[2 * LEVELS * 128];
     int half = walk(negative, positive, energy, limit, order, stops);
     int count = half + walk(positive, negative, energy, limit, order, stops + half);
 
-    best->error = DBL_MAX;
-    try_lattice(h, -limit, limit - 1, 0, 0, best);
+    /* Roundings whose scale is beyond fp16 are served best by its largest number. */
+    double most = 65504 / unit;
+    if (count && (stops[0].d > most || stops[half].d > most)) {
+        try_lattice(h, -limit, limit - 1, 0x7bff, 0, best);
+        try_lattice(h, -limit, limit - 1, 0xfbff, 0, best);
+    }
     int first = 0;
     for (int i = 1; i < count; ++i) {
-        if (stops[i].error < stops[first].error) first = i;
+        if (stops[i].d <= most && (stops[i].error < stops[first].error || stops[first].d > most)) first = i;
     }
-    for (int turn = 0; turn <= count; ++turn) {
+    for (int turn = 0; turn <= count && count; ++turn) {
         int i = turn == 0 ? first : turn - 1;
-        if (count == 0 || !(stops[i].error * unit * unit < best->error)) continue;
+        if (stops[i].d > most || !(stops[i].error * unit * unit < best->error)) continue;
         double d = stops[i].d * unit * (i < half ? 1 : -1);
         try_lattice(h, -limit, limit - 1, kq_half_from_double(d), 0, best);
     }
@@ -173,19 +185,31 @@ static void try_start(const kq_hist *h, int qmax, double d, double m, int rounds
     }
 }
 
+static int greatest_divisor(int a, int b) {
+    while (b) {
+        int rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
 void kq_fit_scale_min(const kq_hist *h, int qmax, const double *start, kq_fit *best) {
-    double unit = h->x[1];
-    double low = h->tmin * unit, range = (h->tmax - h->tmin) * unit;
+    double unit = h->x[1], low = h->tmin * unit, range = (h->tmax - h->tmin) * unit;
     best->error = DBL_MAX;
     try_lattice(h, 0, qmax, 0, kq_half_from_double(low), best);
-    /* Lattices that hold both ends: any block with few distinct values, or evenly spaced ones, fits one exactly. */
-    for (int k = 1; k <= qmax && best->error > 0; ++k) try_start(h, qmax, range / k, low, 0, best);
-    for (int step = -6; step <= 6 && best->error > 0; ++step) {
-        try_start(h, qmax, range / (qmax + 0.15 * step), low, 2, best);
+    /* The coarsest lattice through all levels present; a finer one would need more quants. */
+    int spacing = 0;
+    for (int c = 0; c < KQ_CODES; ++c) {
+        if (h->present >> c & 1) spacing = greatest_divisor(kq_level[c] - h->tmin, spacing);
+    }
+    try_start(h, qmax, spacing * unit, low, 0, best);
+    for (int step = -6; step <= 6 && best->error > 0; step += 2) {
+        try_start(h, qmax, range / (qmax + 0.15 * step), low, 1, best);
     }
     if (start) try_start(h, qmax, start[0], start[1], 2, best);
     uint16_t d = best->d, m = best->m;
-    for (int i = -1; i <= 1; ++i) {
+    for (int i = -1; i <= 1 && best->error > 0; ++i) {
         for (int j = -1; j <= 1; ++j) {
             if ((d == 0 && i < 0) || ((m & 0x7fff) == 0 && j < 0)) continue;
             if (d + i > 0x7bff || (m & 0x7fff) + j > 0x7bff) continue;
