@@ -1,0 +1,1 @@
+"""Proof of quality: structure, payload, routing fidelity, perplexity, KL divergence, importance matrices."""
