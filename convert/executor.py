@@ -150,7 +150,8 @@ class _Run:
 
     def _finish(self, index: int) -> None:
         job = self.job
-        job.journal.flush(job.outputs.sync)
+        self._flush()
+        job.outputs.sync()
         tensors = [(i, t) for i, t in enumerate(job.plan.tensors) if t.file == index]
         try:
             record = check_file(

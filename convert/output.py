@@ -35,6 +35,7 @@ class OutputSet:
         self._open: dict[int, int] = {}
         self._dirty: set[int] = set()
         self._lock = Lock()
+        self._sync_lock = Lock()
 
     def final(self, index: int) -> Path:
         return self.directory / self.files[index].name
@@ -89,11 +90,13 @@ class OutputSet:
 
     def sync(self) -> None:
         """Make everything that was written durable."""
-        with self._lock:
-            dirty, self._dirty = self._dirty, set()
-        for index in dirty:
-            with disk_faults(self.partial(index)):
-                os.fsync(self._open[index])
+        # A second caller waits for what the first is syncing, as it may rely on that.
+        with self._sync_lock:
+            with self._lock:
+                dirty, self._dirty = self._dirty, set()
+            for index in dirty:
+                with disk_faults(self.partial(index)):
+                    os.fsync(self._open[index])
 
     def finish(self, index: int) -> Path:
         """Give a complete file its final name."""

@@ -22,7 +22,12 @@ from quant.tensors import Bf16Rows, F32Array, F32Rows, Mxfp4Rows, Rows
 Array = npt.NDArray[Any]
 Tensors = Mapping[str, SourceTensor]
 
-_DTYPES: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F32": np.dtype("<f4"), "U8": np.dtype("u1"), "F8_E8M0": np.dtype("u1")}
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "BF16": np.dtype("<u2"),
+    "F32": np.dtype("<f4"),
+    "U8": np.dtype("u1"),
+    "F8_E8M0": np.dtype("u1"),
+}
 
 
 @dataclass(frozen=True, slots=True)

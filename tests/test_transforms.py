@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -105,7 +106,7 @@ def test_kv_b_splits_into_transposed_keys_and_values(weights: int) -> None:
     assert np.array_equal(found_values.reshape(heads, values, latent), by_head[:, keys:])
     read = sorted((begin, end) for _, begin, end in source.reads)
     assert read[0][0] == 0 and read[-1][1] == fused.nbytes
-    assert all(a[1] == b[0] for a, b in zip(read, read[1:], strict=False)), "each byte is read once"
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(read)), "each byte is read once"
 
 
 @pytest.mark.parametrize("weights", [1, 100, 1 << 20])

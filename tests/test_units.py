@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -35,7 +36,7 @@ def test_units_cover_each_row_once(case: TensorSpec) -> None:
     assert all(unit.tensor == 1 for unit in units)
     assert units[0].row_begin == 0
     assert units[-1].row_end == math.prod(case.shape[:-1])
-    assert all(a.row_end == b.row_begin for a, b in zip(units, units[1:], strict=False))
+    assert all(a.row_end == b.row_begin for a, b in itertools.pairwise(units))
     assert max((u.row_end - u.row_begin) * case.shape[-1] for u in units) <= MAX_UNIT_WEIGHTS
 
 
