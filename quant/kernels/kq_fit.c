@@ -12,7 +12,7 @@
 #include <float.h>
 #include <math.h>
 
-void kq_histogram(const uint8_t *packed, int n, uint8_t scale, const float *importance, kq_hist *h) {
+void kq_histogram(const uint8_t *packed, int n, int scale, const float *importance, kq_hist *h) {
     double counts[KQ_CODES] = {0}, weights[KQ_CODES] = {0};
     double total = 0;
     for (int i = 0; i < n / 2; ++i) {

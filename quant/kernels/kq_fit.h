@@ -23,8 +23,14 @@ typedef struct {
     int exact;    /* every code present decodes to its value */
 } kq_fit;
 
-/* Histogram of `n` columns with E8M0 scale byte `scale`. Weights are counts where importance is NULL or all zero. */
-void kq_histogram(const uint8_t *packed, int n, uint8_t scale, const float *importance, kq_hist *h);
+/* Histogram of `n` columns with E8M0 scale byte `scale`. Weights are counts where importance is NULL or all zero.
+ * Callers lower a scale under which every nonzero value is beyond their format to the first such one: the values then
+ * still saturate, and are not so large that squares of their errors drown all others. */
+void kq_histogram(const uint8_t *packed, int n, int scale, const float *importance, kq_hist *h);
+
+static inline int kq_at_most(int value, int most) {
+    return value < most ? value : most;
+}
 
 /* Least error over x = d * q, -limit <= q < limit, d any fp16 of either sign; limit is 8, 16 or 128. */
 void kq_fit_scale(const kq_hist *h, int limit, kq_fit *best);

@@ -44,7 +44,9 @@ static void pack_high(const uint8_t *quant, uint8_t *qh) {
 /* Code 8 is counted as code 0 and must be written like it. */
 static void fit_by_scale(const kq_row *row, int64_t b, int limit, kq_fit *fit) {
     kq_hist h;
-    kq_histogram(row->packed + 16 * b, KQ_BLOCK, row->scales[b], row->importance ? row->importance + 32 * b : NULL, &h);
+    /* 2^21 exceeds 16 * 65504. */
+    int scale = kq_at_most(row->scales[b], 128 + 21);
+    kq_histogram(row->packed + 16 * b, KQ_BLOCK, scale, row->importance ? row->importance + KQ_BLOCK * b : NULL, &h);
     kq_fit_scale(&h, limit, fit);
     fit->q[8] = fit->q[0];
 }
@@ -64,12 +66,13 @@ static void fit_by_scale_min(const kq_row *row, int64_t b, int qmax, float mean_
     kq_hist h;
     const uint8_t *packed = row->packed + 16 * b;
     const float *importance = row->importance ? row->importance + KQ_BLOCK * b : NULL;
-    kq_histogram(packed, KQ_BLOCK, row->scales[b], importance, &h);
+    /* 2^22 exceeds 32 * 65504. */
+    kq_histogram(packed, KQ_BLOCK, kq_at_most(row->scales[b], 128 + 22), importance, &h);
     double start[2];
     if (importance) {
         float x[KQ_BLOCK], w[KQ_BLOCK], minimum;
         for (int i = 0; i < KQ_BLOCK; ++i) {
-            x[i] = (float)h.x[i & 1 ? packed[i / 2] >> 4 : packed[i / 2] & 15];
+            x[i] = (float)(kq_level[i & 1 ? packed[i / 2] >> 4 : packed[i / 2] & 15] * kq_unit(row->scales[b]));
             w[i] = importance[i] * sqrtf(mean_square + x[i] * x[i]);
         }
         start[0] = kq_classic_scale_min(KQ_BLOCK, qmax, x, w, -0.9f, 0.05f, 36, &minimum);

@@ -14,7 +14,7 @@
 #include <float.h>
 #include <math.h>
 
-enum { SUBS = 8, QMAX = 31, SCALE_MAX = 63 };
+enum { SUBS = 8, QMAX = 31, SCALE_MAX = 63, SATURATED = 128 + 28 /* 2^28 exceeds 65504 * 63 * 31 */ };
 
 typedef struct {
     uint16_t d, dmin;
@@ -267,7 +267,7 @@ static void fit(const kq_row *row, int64_t block, const kq_hist *hists, int firs
     const uint8_t *packed = row->packed + 128 * block, *scales = row->scales + SUBS * block;
     const float *importance = row->importance ? row->importance + KQ_SUPER * block : NULL;
     sub_block subs[SUBS];
-    for (int i = 0; i < SUBS; ++i) gather(&hists[i], scales[i], &subs[i]);
+    for (int i = 0; i < SUBS; ++i) gather(&hists[i], kq_at_most(scales[i], SATURATED), &subs[i]);
     /* The lattice that still holds the largest sub-block exactly, the next finer one, the ends of fp16, ggml's. */
     double best = DBL_MAX;
     for (int x = first; x >= first - 1; --x) {
@@ -303,7 +303,7 @@ void kq_q5_k_block(const kq_row *row, int64_t block) {
         int first, last;
         for (int i = 0; i < SUBS; ++i) {
             const float *importance = row->importance ? row->importance + KQ_SUPER * block + 32 * i : NULL;
-            kq_histogram(packed + 16 * i, KQ_BLOCK, scales[i], importance, &hists[i]);
+            kq_histogram(packed + 16 * i, KQ_BLOCK, kq_at_most(scales[i], SATURATED), importance, &hists[i]);
         }
         if (!exact(packed, scales, hists, &p, &first, &last)) {
             fit(row, block, hists, first, last, &p, &is_exact);

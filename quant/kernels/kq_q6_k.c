@@ -15,7 +15,7 @@
 #include <float.h>
 #include <math.h>
 
-enum { SUBS = 16, BLOCKS = 8 };
+enum { SUBS = 16, BLOCKS = 8, SATURATED = 128 + 29 /* 2^29 exceeds 65504 * 128 * 32 */ };
 
 /* What a super-block will hold: quants are offset by 32. */
 typedef struct {
@@ -130,7 +130,7 @@ typedef struct {
 } sub_block;
 
 static void gather(const uint8_t *packed, int s, const float *importance, sub_block *sub) {
-    kq_histogram(packed, 16, (uint8_t)s, importance, &sub->hist);
+    kq_histogram(packed, 16, s, importance, &sub->hist);
     sub->n = 0;
     sub->top = sub->energy = 0;
     sub->unit = kq_unit(s);
@@ -227,7 +227,7 @@ static void fit(const kq_row *row, int64_t block, int first, plan *p, int *is_ex
     const float *importance = row->importance ? row->importance + KQ_SUPER * block : NULL;
     sub_block subs[SUBS];
     for (int i = 0; i < SUBS; ++i) {
-        gather(packed + 8 * i, scales[i / 2], importance ? importance + 16 * i : NULL, &subs[i]);
+        gather(packed + 8 * i, kq_at_most(scales[i / 2], SATURATED), importance ? importance + 16 * i : NULL, &subs[i]);
     }
     /* The lattice that still holds the largest sub-block exactly, the next finer one, the ends of fp16, ggml's. */
     double best = DBL_MAX;

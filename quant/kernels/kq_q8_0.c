@@ -10,7 +10,9 @@ static void fitted(const kq_row *row, int64_t b, kq_block_q8_0 *out) {
     kq_hist h;
     kq_fit fit;
     const uint8_t *packed = row->packed + 16 * b;
-    kq_histogram(packed, KQ_BLOCK, row->scales[b], row->importance ? row->importance + 32 * b : NULL, &h);
+    /* 2^24 exceeds 128 * 65504. */
+    int scale = kq_at_most(row->scales[b], 128 + 24);
+    kq_histogram(packed, KQ_BLOCK, scale, row->importance ? row->importance + 32 * b : NULL, &h);
     kq_fit_scale(&h, 128, &fit);
     fit.q[8] = fit.q[0];
     out->d = fit.d;
