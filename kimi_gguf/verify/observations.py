@@ -2,7 +2,7 @@
 
 An engine runs a model over a ``TokenSet`` and hands what it sees to a ``Sink`` piece by piece, in any order: the
 stream engine goes layer by layer over all chunks, llama.cpp chunk by chunk through all layers. A ``Place`` says which
-tokens a piece is about. ``measures.Comparison`` takes pieces of two models in pairs; ``trace.TraceWriter`` is a sink.
+tokens a piece is about. ``comparison.Comparison`` takes pieces of two models in pairs; ``trace.TraceWriter`` is a sink.
 Everything here is numpy; nothing knows torch, llama.cpp or files.
 """
 
