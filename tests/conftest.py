@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import hub_environment
 import pytest
+from hub_server import HubServer
 
 from kimi_gguf.reference.checkpoint_maker import make_sparse_release
 
@@ -13,3 +16,10 @@ from kimi_gguf.reference.checkpoint_maker import make_sparse_release
 def sparse_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """K3.1 Pro as released: 96 true headers (75 MB) and the index over files without data. Read only."""
     return make_sparse_release(tmp_path_factory.mktemp("release") / "Kimi-K3.1-Pro")
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    """An empty Hub at the address that this process's huggingface_hub knows."""
+    with HubServer(tmp_path / "hub", hub_environment.PORT).start() as server:
+        yield server
