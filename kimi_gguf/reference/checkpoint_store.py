@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 
@@ -51,6 +52,14 @@ class CheckpointStore(CheckpointNamedStore):
         unique, place = torch.unique(ids, return_inverse=True)
         read = np.stack([self._plain(found, row * width, width) for row in unique.tolist()])
         return torch.from_numpy(read)[place]
+
+    def output_rows(self, begin: int, end: int) -> Tensor:
+        found = self._get(self._output_name())
+        width = found.nbytes // found.shape[0]
+        return torch.from_numpy(self._plain(found, begin * width, (end - begin) * width)).view(end - begin, -1)
+
+    def stored(self) -> Iterable[tuple[str, int]]:
+        return ((name, tensor.nbytes) for name, tensor in self.source.tensors.items())
 
     def expert(self, layer: int, expert: int) -> MlpWeights:
         prefix = expert_prefix(layer, expert)

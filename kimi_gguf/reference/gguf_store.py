@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -159,12 +160,20 @@ class GgufStore:
         return torch.cat([self._decode("token_embd.weight", row, 1) for row in unique.tolist()])[place]
 
     def head(self) -> HeadWeights:
-        output = "output.weight" if self.has("output.weight") else "token_embd.weight"
-        return HeadWeights(
-            score=self.tensor("output_res_score.weight"),
-            norm=self.tensor("output_norm.weight"),
-            output=self.tensor(output),
-        )
+        score, norm = self.head_vectors()
+        return HeadWeights(score, norm, self.tensor(self._output_name()))
+
+    def head_vectors(self) -> tuple[Tensor, Tensor]:
+        return self.tensor("output_res_score.weight"), self.tensor("output_norm.weight")
+
+    def output_rows(self, begin: int, end: int) -> Tensor:
+        return self._decode(self._output_name(), begin, end - begin)
+
+    def stored(self) -> Iterable[tuple[str, int]]:
+        return ((name, tensor.nbytes) for name, (_, tensor) in self._places.items())
+
+    def _output_name(self) -> str:
+        return "output.weight" if self.has("output.weight") else "token_embd.weight"
 
     def _mlp(self, layer: int, suffix: str) -> MlpWeights:
         return MlpWeights(*(self.tensor(f"blk.{layer}.ffn_{name}{suffix}.weight") for name in ("gate", "up", "down")))

@@ -166,6 +166,24 @@ def kda(
 ) -> Tensor:
     """One KDA layer on the normed hidden states x [B, T, d], float32 [B, T, d].
 
+    Arguments as ``kda_heads``.
+    """
+    gated = kda_heads(x, weights, config, norm_eps=norm_eps, l2_eps=l2_eps, form=form, cache=cache)
+    return linear(gated, weights.o)
+
+
+def kda_heads(
+    x: Tensor,
+    weights: KdaWeights,
+    config: KdaConfig,
+    *,
+    norm_eps: float,
+    l2_eps: float,
+    form: KdaForm = "chunked",
+    cache: KdaCache | None = None,
+) -> Tensor:
+    """What the output projection of a KDA layer reads: the gated, normed heads, float32 [B, T, P].
+
     Args:
         norm_eps: of the output norm; l2_eps: of the normalisation of q and k.
         form: "chunked" and "centred" are ``recurrence_chunked`` with ``pairwise`` True and False.
@@ -194,4 +212,4 @@ def kda(
     else:
         out, memory.state = recurrence_chunked(q, k, heads(v), g, beta, state, pairwise=form == "chunked")
     normed = rms_norm(out, weights.o_norm, norm_eps).transpose(1, 2).flatten(2)
-    return linear(normed * torch.sigmoid(linear(x, weights.g)), weights.o)
+    return normed * torch.sigmoid(linear(x, weights.g))

@@ -92,8 +92,7 @@ def attend(
     Args:
         logits: [B, H, T, S]; allowed: bool, broadcastable to [B, T, S]; latent: [B, S, kv_lora].
     """
-    masked = logits.masked_fill(~allowed.unsqueeze(-3), float("-inf"))
-    weight = torch.softmax(masked, dim=-1)
+    weight = _attention_weights(logits, allowed)
     v_b = weights.v_b
     if absorbed:
         summed = weight @ latent.unsqueeze(1)
@@ -105,8 +104,23 @@ def attend(
     return out.transpose(1, 2).flatten(2)
 
 
+def latent_sums(logits: Tensor, allowed: Tensor, latent: Tensor) -> Tensor:
+    """What the absorbed form's ``v_b`` reads: each head's weighted sum of latents, [B, H, T, kv_lora].
+
+    Arguments as ``attend``.
+    """
+    return _attention_weights(logits, allowed) @ latent.unsqueeze(1)
+
+
+def _attention_weights(logits: Tensor, allowed: Tensor) -> Tensor:
+    return torch.softmax(logits.masked_fill(~allowed.unsqueeze(-3), float("-inf")), dim=-1)
+
+
 def gated_output(out: Tensor, x: Tensor, weights: MlaWeights) -> Tensor:
-    """The output gate, which reads the same normed hidden states x as ``q_a``, and the output projection."""
-    if weights.g is not None:
-        out = out * torch.sigmoid(linear(x, weights.g))
-    return linear(out, weights.o)
+    """The output gate and the output projection."""
+    return linear(gated_heads(out, x, weights), weights.o)
+
+
+def gated_heads(out: Tensor, x: Tensor, weights: MlaWeights) -> Tensor:
+    """The output gate, which reads the same normed hidden states x as ``q_a``; [B, T, H * v]."""
+    return out if weights.g is None else out * torch.sigmoid(linear(x, weights.g))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,6 +66,17 @@ class WeightStore(Protocol):
         ...
 
     def head(self) -> HeadWeights: ...
+    def head_vectors(self) -> tuple[Tensor, Tensor]:
+        """Residual score [d] and final norm [d] of the head, without its matrix."""
+        ...
+
+    def output_rows(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end) of the output matrix; only these rows are read."""
+        ...
+
+    def stored(self) -> Iterable[tuple[str, int]]:
+        """Names of the stored tensors and their bytes on disk."""
+        ...
 
 
 def expert_prefix(layer: int, expert: int) -> str:
@@ -195,9 +207,17 @@ class CheckpointNamedStore(ABC):
         return self.rows(f"{ROOT}embed_tokens.weight", ids).float()
 
     def head(self) -> HeadWeights:
-        output = f"{ROOT}embed_tokens.weight" if self.config.tie_embeddings else OUTPUT
-        return HeadWeights(
-            score=self._score(f"{ROOT}output_attn_res"),
-            norm=self.tensor(f"{ROOT}norm.weight").float(),
-            output=self.tensor(output),
-        )
+        score, norm = self.head_vectors()
+        return HeadWeights(score, norm, self.tensor(self._output_name()))
+
+    def head_vectors(self) -> tuple[Tensor, Tensor]:
+        return self._score(f"{ROOT}output_attn_res"), self.tensor(f"{ROOT}norm.weight").float()
+
+    def output_rows(self, begin: int, end: int) -> Tensor:
+        return self.tensor(self._output_name())[begin:end]
+
+    def stored(self) -> Iterable[tuple[str, int]]:
+        return ()
+
+    def _output_name(self) -> str:
+        return f"{ROOT}embed_tokens.weight" if self.config.tie_embeddings else OUTPUT
