@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tiny_store
 from tiny_store import CONFIG, TrainStore, key
-from tiny_text import Data, load_data
+from tiny_text import load_data
 
 from kimi_gguf.reference import layer, mla, model, moe
 from kimi_gguf.reference.indexer import causal_mask
@@ -119,12 +119,13 @@ def held_out_loss(store: TrainStore, data: Tensor, *, sparse: bool) -> tuple[flo
     return total / len(data), loads
 
 
-def bigram_loss(train: Tensor, data: Tensor, vocab: int) -> float:
-    """Mean loss of an add-one bigram model of the training text, on the same windows."""
+def bigram_losses(train: Tensor, data: Tensor, vocab: int) -> list[float]:
+    """Mean loss of an add-one bigram model of the training text on each of the windows [N, 513]."""
     counts = torch.ones(vocab, vocab, dtype=torch.float64)
     counts.view(-1).index_add_(0, train[:-1] * vocab + train[1:], torch.ones(len(train) - 1, dtype=torch.float64))
     log_p = (counts / counts.sum(1, keepdim=True)).log()
-    return -log_p[data[:, :-1], data[:, 1:]].mean().item()
+    losses: list[float] = (-log_p[data[:, :-1], data[:, 1:]].mean(1)).tolist()
+    return losses
 
 
 def make_optimizer(store: TrainStore) -> torch.optim.AdamW:
@@ -161,12 +162,14 @@ def train(args: argparse.Namespace) -> None:
         step, spent = state["step"], state["spent"]
     began = time.monotonic() - spent
     saved = time.monotonic()
-    bigram = math.exp(bigram_loss(data.train, held_out, CONFIG.vocab_size))
+    losses = bigram_losses(data.train, held_out, CONFIG.vocab_size)
+    bigram = math.exp(sum(losses) / len(losses))
     print(f"tokens {len(data.train)} + {len(data.held_out)}, bigram perplexity {bigram:.2f}", flush=True)
 
     def save() -> None:
         values = {"values": store.values.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(values | {"step": step, "spent": time.monotonic() - began}, work / "state.tmp")
+        how = {"step": step, "spent": time.monotonic() - began, "batch": args.batch, "seed": args.seed}
+        torch.save(values | how, work / "state.tmp")
         (work / "state.tmp").replace(state_file)
 
     while True:
@@ -203,27 +206,10 @@ def train(args: argparse.Namespace) -> None:
             save()
             saved = time.monotonic()
     save()
-    report(store, data, step, time.monotonic() - began, work)
-
-
-def report(store: TrainStore, data: Data, step: int, seconds: float, work: Path) -> None:
-    """Measures on the whole held-out text and writes ``report.json``."""
-    held_out = windows(data.held_out)
-    sparse, loads = held_out_loss(store, held_out, sparse=True)
+    loss, loads = held_out_loss(store, held_out, sparse=True)
     dense, _ = held_out_loss(store, held_out, sparse=False)
-    figures = {
-        "steps": step,
-        "minutes": round(seconds / 60, 1),
-        "train_tokens": len(data.train),
-        "held_out_tokens": len(data.held_out),
-        "held_out_bytes": len(data.held_out_text.encode()),
-        "bigram_perplexity": math.exp(bigram_loss(data.train, held_out, CONFIG.vocab_size)),
-        "perplexity": math.exp(sparse),
-        "perplexity_without_indexer": math.exp(dense),
-        "loads": {at: load.tolist() for at, load in loads.items()},
-    }
-    (work / "report.json").write_text(json.dumps(figures, indent=2))
-    print(json.dumps(figures, indent=2), flush=True)
+    print(f"held-out perplexity {math.exp(loss):.2f}, without indexer {math.exp(dense):.2f}")
+    print("expert use", json.dumps({at: load.tolist() for at, load in loads.items()}))
 
 
 def main() -> None:
@@ -234,9 +220,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="windows of 512 tokens per step")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2, help="1 is faster when the machine is shared")
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(args.threads)
     compile_blocks()
     train(args)
 
