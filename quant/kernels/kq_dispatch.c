@@ -21,7 +21,7 @@ int32_t kq_isa_available(int32_t isa) {
         return 1;
 #if KQ_X86
     case KQ_AVX2:
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+        return __builtin_cpu_supports("avx2");
     case KQ_AVX512:
         return kq_isa_available(KQ_AVX2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
