@@ -37,16 +37,18 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One safetensors file: name, size in bytes, and SHA-256 of its JSON header."""
+    """One safetensors file: name, size in bytes, SHA-256 of its JSON header, and of all of it where that is known."""
 
     name: str
     nbytes: int
     header_sha256: str
+    sha256: str | None = None
 
 
 class Source(Protocol):
-    """Where a checkpoint's bytes come from: a folder, or later the Hub.
+    """Where a checkpoint's bytes come from: a folder, or the Hub.
 
+    ``origin`` is the checkpoint's address: a folder, or ``hf://owner/name@commit``.
     ``acquire`` makes a shard readable and ``release`` says that nobody will read it again;
     both are no-ops for a folder. ``read_into`` may be called from several threads.
     ``stamp`` is a short text that differs once a shard's bytes may have changed (size and time of change of a file,
@@ -55,6 +57,8 @@ class Source(Protocol):
 
     @property
     def label(self) -> str: ...
+    @property
+    def origin(self) -> str: ...
     @property
     def shards(self) -> Sequence[Shard]: ...
     @property

@@ -38,6 +38,7 @@ class JournalHeader:
         files: names of the output files, in order.
         units: number of work units.
         stamps: state of each shard that is read, by name (``Source.stamp``).
+        revision: commit of the checkpoint, empty when it has none.
     """
 
     digest: str
@@ -45,6 +46,7 @@ class JournalHeader:
     files: Sequence[str]
     units: int
     stamps: Mapping[str, str]
+    revision: str = ""
     journal: int = VERSION
 
 
@@ -161,9 +163,9 @@ def open_journal(path: Path, header: JournalHeader, *, overwrite: bool) -> Journ
         if old is None or old.digest != header.digest:
             journal.discarded, records, valid = old, [], 0
             first = asdict(header) | first
-        elif old.stamps != header.stamps:
+        elif old.stamps != header.stamps or old.revision != header.revision:
             journal.changed = tuple(_changed(old, header))
-            first["stamps"] = header.stamps
+            first |= {"stamps": header.stamps, "revision": header.revision}
         for record in records:
             journal._replay(record)
         with disk_faults(path):
@@ -228,7 +230,7 @@ def _read(descriptor: int) -> tuple[JournalHeader | None, list[dict[str, Any]], 
         return None, [], 0
     fields = {key: value for key, value in records[0].items() if key != "pid"}
     for record in records[1:]:
-        fields["stamps"] = record.get("stamps", fields["stamps"])
+        fields |= {key: record[key] for key in ("stamps", "revision") if key in record}
     return JournalHeader(**fields), records[1:], valid
 
 
@@ -238,6 +240,12 @@ def _changed(old: JournalHeader, new: JournalHeader) -> list[str]:
 
 def _check_same(path: Path, old: JournalHeader, new: JournalHeader) -> None:
     way_out = "finish it by its own command, or give --overwrite to discard it and start anew"
+    if old.revision and new.revision and old.revision != new.revision:
+        raise InputError(
+            f"the checkpoint was at revision {old.revision} when the unfinished conversion {path.parent / path.stem} "
+            f"began, and is at {new.revision} now",
+            f"name that one to continue (owner/name@{old.revision}), or give --overwrite to start from the new one",
+        )
     if old.digest != new.digest:
         changed = [
             f"{key} was {old.settings.get(key, 'unset')}, is now {new.settings.get(key, 'unset')}"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from convert.domain import Plan, PlannedTensor, Source
+from convert.domain import Plan, PlannedTensor, Shard, Source
 from convert.journal import FileRecord
 from convert.plan import Checkpoint
 from convert.transforms import row_count, source_names
@@ -27,7 +27,6 @@ def manifest_bytes(
     records: Mapping[int, FileRecord],
     *,
     imatrix_sha256: str | None,
-    origin: str,
 ) -> bytes:
     """The manifest of a finished conversion as JSON.
 
@@ -35,7 +34,6 @@ def manifest_bytes(
         settings: the choices that were made, by flag name.
         records: hashes of every file and tensor, by file index.
         imatrix_sha256: of the importance matrix, if one was used.
-        origin: where the checkpoint was read from.
     """
     source = checkpoint.source
     hashes = [digest for index in range(len(plan.files)) for digest in records[index].tensors]
@@ -51,10 +49,10 @@ def manifest_bytes(
         "plan_sha256": plan.digest,
         "source": {
             "name": source.label,
-            "origin": origin,
+            "origin": source.origin,
             "revision": source.revision,
             "config_sha256": checkpoint.config_sha256,
-            "shards": [{"name": s.name, "bytes": s.nbytes, "header_sha256": s.header_sha256} for s in source.shards],
+            "shards": [_shard(shard) for shard in source.shards],
             "left_out": {"tensors": len(plan.left_out), "bytes": sum(t.nbytes for t in plan.left_out)},
         },
         "files": [
@@ -65,6 +63,11 @@ def manifest_bytes(
         "warnings": list(plan.warnings),
     }
     return _compact_lists(document)
+
+
+def _shard(shard: Shard) -> dict[str, Any]:
+    entry = {"name": shard.name, "bytes": shard.nbytes, "header_sha256": shard.header_sha256}
+    return entry | {"sha256": shard.sha256} if shard.sha256 else entry
 
 
 def _tensor(tensor: PlannedTensor, digest: str, source: Source) -> dict[str, Any]:

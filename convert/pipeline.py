@@ -140,7 +140,6 @@ def convert(
                 settings,
                 session.journal.files,
                 imatrix_sha256=importance.sha256 if importance else None,
-                origin=str(src) if isinstance(src, str | os.PathLike) else source.label,
             ),
         )
     except BaseException:

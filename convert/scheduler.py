@@ -96,6 +96,11 @@ class Scheduler:
                 self._needed[shard] -= 1
                 if not self._needed[shard]:
                     idle.append(shard)
+        # Before the feeder learns of it: the next shard may take the place on disk that these give up.
+        for shard in idle:
+            self._check_stamp(shard)
+            self._source.release(shard)
+        with self._change:
             batch = max(shards, default=-1)
             self._unfinished[batch] -= 1
             if not self._unfinished[batch]:
@@ -103,9 +108,6 @@ class Scheduler:
             self._left -= 1
             if not self._left or batch not in self._unfinished:
                 self._change.notify_all()
-        for shard in idle:
-            self._check_stamp(shard)
-            self._source.release(shard)
 
     def stop(self, failure: BaseException | None = None) -> None:
         """Let every worker end after the unit it is at."""

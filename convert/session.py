@@ -51,6 +51,7 @@ def begin(
         [file.name for file in plan.files],
         len(units),
         {source.shards[shard].name: stamps[shard] for shard in sorted(used)},
+        source.revision or "",
     )
     fresh = not outputs.journal.exists()
     journal = open_journal(outputs.journal, header, overwrite=overwrite)

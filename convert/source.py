@@ -15,7 +15,7 @@ from types import MappingProxyType, TracebackType
 
 from convert.domain import Shard, SourceTensor
 from convert.safetensors_header import parse_header
-from convert.source_files import index_warnings, label_and_revision, list_shards, read_side_file
+from convert.source_files import Listing, index_warnings, label_and_revision, list_shards, read_side_file
 from quant.errors import InputError
 
 _RETRY = "check the disk, or download this shard again"
@@ -51,6 +51,11 @@ class LocalSource:
         return self._label
 
     @property
+    def origin(self) -> str:
+        """The folder."""
+        return str(self.directory)
+
+    @property
     def revision(self) -> str | None:
         """Commit of a Hub cache snapshot."""
         return self._revision
@@ -76,10 +81,14 @@ class LocalSource:
         """Size and time of change of a shard: another text once its bytes may be others."""
         name = self._shards[shard].name
         try:
-            info = (self.directory / name).stat()
+            info = self.path(shard).stat()
         except OSError as error:
             raise InputError(f"{name}: cannot be read: {error.strerror}", _RETRY) from None
         return f"{info.st_size}-{info.st_mtime_ns}"
+
+    def path(self, shard: int) -> Path:
+        """Where a shard lies."""
+        return self.directory / self._shards[shard].name
 
     def acquire(self, shard: int) -> None:
         """Opens a shard."""
@@ -129,7 +138,7 @@ class LocalSource:
         with self._lock:
             file = self._files.get(shard)
             if file is None:
-                file = self._files[shard] = _open(self.directory / self._shards[shard].name)
+                file = self._files[shard] = _open(self.path(shard))
             return file
 
 
@@ -141,12 +150,26 @@ def open_source(path: Path | str) -> LocalSource:
     """
     directory = _folder(Path(path))
     listing = list_shards(directory)
-    shards: list[Shard] = []
+    headers = [_read_header(directory / name, name, index) for index, name in enumerate(listing.names)]
+    tensors, warnings = collect_tensors(listing, [held for _, held in headers])
+    label, revision = label_and_revision(directory)
+    return LocalSource(directory, label, revision, [shard for shard, _ in headers], tensors, warnings)
+
+
+def collect_tensors(
+    listing: Listing, held: Sequence[Sequence[SourceTensor]]
+) -> tuple[dict[str, SourceTensor], list[str]]:
+    """All tensors of a checkpoint by name, and warnings.
+
+    Args:
+        held: the tensors of each shard of ``listing``.
+
+    Raises:
+        InputError: one tensor is in two shards, or the index lists tensors that no shard holds.
+    """
     tensors: dict[str, SourceTensor] = {}
-    for index, name in enumerate(listing.names):
-        shard, held = _read_header(directory / name, name, index)
-        shards.append(shard)
-        for tensor in held:
+    for name, found in zip(listing.names, held, strict=True):
+        for tensor in found:
             other = tensors.setdefault(tensor.name, tensor)
             if other is not tensor:
                 raise InputError(
@@ -156,8 +179,7 @@ def open_source(path: Path | str) -> LocalSource:
     warnings = list(listing.warnings)
     if listing.index is not None:
         warnings += index_warnings(listing.index, tensors, listing.names)
-    label, revision = label_and_revision(directory)
-    return LocalSource(directory, label, revision, shards, tensors, warnings)
+    return tensors, warnings
 
 
 def _folder(path: Path) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -72,17 +72,29 @@ def label_and_revision(directory: Path) -> tuple[str, str | None]:
 
 
 def list_shards(directory: Path) -> Listing:
-    """The checkpoint's shards: those that the index names and their siblings, or all of one set, or a single file.
+    """The shards of the checkpoint in a folder; as ``choose_shards``."""
+    found = [p.name for p in directory.iterdir()]
+    data = read_side_file(directory, INDEX)
+    return choose_shards(str(directory.name or directory), found, data, lambda name: (directory / name).is_file())
+
+
+def choose_shards(label: str, files: Iterable[str], index: bytes | None, is_there: Callable[[str], bool]) -> Listing:
+    """A checkpoint's shards: those that the index names and their siblings, or all of one set, or a single file.
+
+    Args:
+        label: of the checkpoint, for messages.
+        files: names at its top level.
+        index: content of its index file.
+        is_there: whether a file that the index names, perhaps below the top level, is there.
 
     Raises:
         InputError: no safetensors, a shard that is named but missing, a name that leaves the folder, two layouts.
     """
-    found = sorted(p.name for p in directory.iterdir() if p.name.endswith(".safetensors"))
-    data = read_side_file(directory, INDEX)
-    if data is None:
-        return Listing(_without_index(directory, found), (), None)
-    text = decode_text(data, INDEX)
-    named = _indexed_names(directory, text)
+    found = sorted(name for name in files if name.endswith(".safetensors"))
+    if index is None:
+        return Listing(_without_index(label, found), (), None)
+    text = decode_text(index, INDEX)
+    named = _indexed_names(text, is_there)
     sets = {_set_of(name) for name in named} - {None}
     siblings = [name for name in found if name not in named and _set_of(name) in sets]
     strangers = [name for name in found if name not in named and name not in siblings]
@@ -157,7 +169,7 @@ def _set_of(name: str) -> tuple[str, int] | None:
     return (match[1], int(match[3])) if match else None
 
 
-def _indexed_names(directory: Path, text: str) -> list[str]:
+def _indexed_names(text: str, is_there: Callable[[str], bool]) -> list[str]:
     counts: Counter[str] = Counter()
     first: dict[str, str] = {}
     for tensor, file in walk_index(text):
@@ -169,7 +181,7 @@ def _indexed_names(directory: Path, text: str) -> list[str]:
         raise InputError(f"{INDEX}: the weight_map is empty", "remove the index if the shards are complete")
     for name in counts:
         _check_inside(name)
-    missing = sorted(name for name in counts if not (directory / name).is_file())
+    missing = sorted(name for name in counts if not is_there(name))
     if missing:
         held = sum(counts[name] for name in missing)
         raise InputError(
@@ -186,20 +198,20 @@ def _check_inside(name: str) -> None:
         raise InputError(f"{INDEX} names the shard {name!a:.200}, which is not a plain name inside the folder")
 
 
-def _without_index(directory: Path, found: Sequence[str]) -> tuple[str, ...]:
+def _without_index(label: str, found: Sequence[str]) -> tuple[str, ...]:
     sets = {_set_of(name) for name in found} - {None}
     numbered = [name for name in found if name.startswith("model-")]
     if SINGLE in found and not numbered:
         return (SINGLE,)
     if not numbered:
         raise InputError(
-            f"{directory.name or directory}: no checkpoint: neither {SINGLE} nor model-*.safetensors"
+            f"{label}: no checkpoint: neither {SINGLE} nor model-*.safetensors"
             + (f", only {first_of(found)}" if found else ""),
             "name the folder that holds config.json and the shards",
         )
     if SINGLE in found or len({s for s in sets if s and s[0].startswith("model")}) > 1:
         raise InputError(
-            f"{directory.name}: shards of several checkpoints and no {INDEX}: {first_of(found)}",
+            f"{label}: shards of several checkpoints and no {INDEX}: {first_of(found)}",
             "move the files of the other checkpoint away",
         )
     _check_complete(numbered)

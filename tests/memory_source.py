@@ -16,7 +16,7 @@ class MemorySource:
     """``tensors``: (dtype, array) by name; ``shards``: names of the tensors of each shard. BF16 arrays are U16 bits."""
 
     def __init__(self, tensors: Mapping[str, tuple[str, Array]], shards: Sequence[Sequence[str]] | None = None) -> None:
-        self.label = "memory"
+        self.label = self.origin = "memory"
         self.revision = None
         self.warnings: Sequence[str] = ()
         self.log: list[str] = []
