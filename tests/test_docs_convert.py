@@ -1,4 +1,4 @@
-"""docs/convert.md and docs/format.md say what the program does: every recipe's size, every flag, every tensor and key."""
+"""docs/convert.md and docs/format.md say what the program does: sizes of recipes, flags, tensors, keys."""
 
 from __future__ import annotations
 
