@@ -85,7 +85,7 @@ def forward(store: TrainStore, ids: Tensor, *, sparse: bool, with_index: bool) -
         if with_index and trace.index_scores is not None:
             losses.append(index_loss(trace))
 
-    options = Options(kda_form="centred", sparse=sparse)
+    options = Options(kda_form="centred", sparse=sparse, keep_logits=with_index)
     output = model.logits(store, ids[:, :-1], options, observe=observe)
     loss = functional.cross_entropy(output.flatten(0, 1), ids[:, 1:].flatten())
     return StepResult(loss, torch.stack(losses).sum() if losses else torch.zeros(()), loads)

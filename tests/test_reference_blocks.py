@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from convert.config import DsaConfig, MlaConfig, MoeConfig
+from kimi_gguf.reference import kda as kda_module
 from kimi_gguf.reference.attn_res import mix
 from kimi_gguf.reference.conv import short_conv
 from kimi_gguf.reference.indexer import IndexerWeights, causal_mask, indexer_keys, indexer_scores, select_keys
@@ -95,6 +96,15 @@ def test_pairwise_chunks_survive_decays_that_overflow_the_split_form() -> None:
     expected, _ = recurrence_sequential(q, k, v, g, beta, state)
     found, _ = recurrence_chunked(q, k, v, g, beta, state)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_long_sequences_go_through_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = kda_inputs(70, -5.0)
+    expected, state = recurrence_chunked(*inputs)
+    monkeypatch.setattr(kda_module, "_PAIRS_AT_ONCE", 1)
+    found, end = recurrence_chunked(*inputs)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(end, state)
 
 
 def test_one_step_of_the_recurrence_decays_then_corrects_then_reads() -> None:

@@ -13,6 +13,7 @@ from slow_model import SlowModel
 from torch import Tensor
 
 from convert.pipeline import convert
+from kimi_gguf.reference import layer
 from kimi_gguf.reference.attn_res import Stream
 from kimi_gguf.reference.checkpoint_maker import TinyShape, make_checkpoint
 from kimi_gguf.reference.checkpoint_store import open_checkpoint
@@ -66,13 +67,13 @@ def test_logits_and_choices_equal_those_of_a_float64_model(shape: TinyShape, tmp
     with torch.inference_mode():
         found = logits(open_checkpoint(folder), ids, Options(), observe=observe)[0]
     np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=2e-4)
-    for layer, trace in chosen.items():
+    for at, trace in chosen.items():
         if trace.routing is not None:
             ours = [set(row.tolist()) for row in trace.routing.ids[0]]
-            assert ours == [experts for at, experts in slow.chosen if at == layer]
+            assert ours == [experts for i, experts in slow.chosen if i == at]
         if trace.index_scores is not None and trace.selection is not None:
             keys = [set(row.nonzero().flatten().tolist()) for row in trace.selection[0]]
-            assert keys == [selected for at, selected in slow.selected if at == layer]
+            assert keys == [selected for i, selected in slow.selected if i == at]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,12 @@ def test_logits_and_choices_equal_those_of_a_float64_model(shape: TinyShape, tmp
 )
 def test_forms_of_the_same_computation_agree(store: WeightStore, options: Options) -> None:
     torch.testing.assert_close(run(store, tokens(), options), run(store, tokens()), rtol=0, atol=1e-4)
+
+
+def test_attention_in_slices_equals_attention_at_once(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(store, tokens())
+    monkeypatch.setattr(layer, "_LOGITS_AT_ONCE", 1)
+    torch.testing.assert_close(run(store, tokens()), whole, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("cuts", [(0, 17, 40), (0, 1, 2, 20, 21, 40)])
@@ -110,7 +117,7 @@ def test_presets_differ_by_less_than_the_formula_leaves_open(store: WeightStore)
     assert 0 < float(difference) < 1e-2
 
 
-def test_a_layer_without_indexer_reuses_the_selection_before_it(folder: Path) -> None:
+def test_a_iwithout_indexer_reuses_the_selection_before_it(folder: Path) -> None:
     class Shared:
         """The store without the second indexer."""
 
@@ -120,8 +127,8 @@ def test_a_layer_without_indexer_reuses_the_selection_before_it(folder: Path) ->
         def __getattr__(self, name: str) -> object:
             return getattr(self.inner, name)
 
-        def indexer(self, layer: int) -> object:
-            return self.inner.indexer(layer) if layer == 3 else None
+        def indexer(self, index: int) -> object:
+            return self.inner.indexer(index) if index == 3 else None
 
     seen: dict[int, Tensor | None] = {}
 

@@ -22,6 +22,7 @@ from kimi_gguf.reference.ops import l2_normalize, linear, rms_norm
 from kimi_gguf.reference.options import KdaForm
 
 CHUNK = 16
+_PAIRS_AT_ONCE = 1 << 27
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,23 @@ def recurrence_chunked(
 
     ``pairwise`` False splits exp(G_i - G_j) around the middle of the chunk's range, which is a plain product of
     matrices and faster, and is safe only while a chunk's log decay stays above -160 (16 tokens at -5 give -80).
+    Long sequences go through in runs of chunks, so that the pairwise products stay below 2^27 floats.
     """
+    batch, heads, length, width = q.shape
+    run = max(1, _PAIRS_AT_ONCE // (batch * heads * CHUNK * CHUNK * width)) * CHUNK
+    outputs = []
+    for begin in range(0, length, run):
+        at = slice(begin, begin + run)
+        output, state = _run_of_chunks(
+            q[:, :, at], k[:, :, at], v[:, :, at], g[:, :, at], beta[:, :, at], state, pairwise
+        )
+        outputs.append(output)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2), state
+
+
+def _run_of_chunks(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, pairwise: bool
+) -> tuple[Tensor, Tensor]:
     length = q.shape[2]
     fill = -length % CHUNK
     # Padding tokens write nothing (beta 0) and do not decay (g 0), so the state passes through them.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from convert.config import ModelConfig
@@ -25,6 +26,8 @@ from kimi_gguf.reference.ops import linear, rms_norm
 from kimi_gguf.reference.options import Options
 from kimi_gguf.reference.situ import MlpWeights, mlp
 from kimi_gguf.reference.weights import BlockNorms, WeightStore
+
+_LOGITS_AT_ONCE = 1 << 27
 
 
 @dataclass(slots=True)
@@ -43,7 +46,7 @@ class Trace:
         routing: of the MoE, None for a dense FFN.
         index_scores: [B, T, S] of the indexer, causal mask not applied; None without an indexer.
         selection: bool [B, T, S], the keys that MLA saw; None for KDA.
-        logits: [B, H, T, S] of MLA, scaled, before any mask; None for KDA.
+        logits: [B, H, T, S] of MLA, scaled, before any mask; None for KDA, or when ``Options.keep_logits`` is False.
     """
 
     routing: Routing | None = None
@@ -107,7 +110,7 @@ class Layer:
 
     def _run_mla(
         self, x: Tensor, weights: MlaWeights, stream: Stream, memory: MlaCache
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         config, absorbed = self.config.mla, self.options.absorbed
         eps = self.options.latent_norm_eps
         eps = self.config.rms_norm_eps if eps is None else eps
@@ -118,9 +121,16 @@ class Layer:
         scores = self._index(x, query, memory)
         selection = self._selection(x, latent.shape[1], scores, stream)
         q = linear(query, weights.q_b)
-        logits = attention.attention_logits(q, latent, shared, weights, config, absorbed=absorbed)
-        out = attention.attend(logits, selection, latent, weights, config, absorbed=absorbed)
-        return attention.gated_output(out, x, weights), selection, scores, logits
+        rows = q.shape[0] * config.heads * latent.shape[1]
+        step = q.shape[1] if self.options.keep_logits else max(1, _LOGITS_AT_ONCE // rows)
+        parts: list[Tensor] = []
+        logits: Tensor | None = None
+        for begin in range(0, q.shape[1], step):
+            at = slice(begin, begin + step)
+            logits = attention.attention_logits(q[:, at], latent, shared, weights, config, absorbed=absorbed)
+            parts.append(attention.attend(logits, selection[:, at], latent, weights, config, absorbed=absorbed))
+        out = attention.gated_output(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), x, weights)
+        return out, selection, scores, logits if self.options.keep_logits else None
 
     def _index(self, x: Tensor, query: Tensor, memory: MlaCache) -> Tensor | None:
         if self.indexer is None or self.config.dsa is None:

@@ -20,6 +20,7 @@ class Options:
         indexer_eps: eps of the LayerNorm of indexer keys.
         kda_form: token by token; chunks of 16 tokens; or "centred", chunks in a faster form that needs bounded decays.
         sparse: False lets every MLA layer attend to all visible keys, as if the model had no indexer.
+        keep_logits: MLA layers hand their attention logits out with the trace, all of them at once in memory.
         absorbed: MLA on the 512-wide latent (as llama.cpp computes it) instead of on expanded keys and values.
     """
 
@@ -28,6 +29,7 @@ class Options:
     indexer_eps: float = 1e-5
     kda_form: KdaForm = "chunked"
     sparse: bool = True
+    keep_logits: bool = False
     absorbed: bool = False
 
 
