@@ -107,8 +107,9 @@ class _Run:
         self.over = Event()
 
     def execute(self) -> None:
-        workers = [Thread(target=self._work, name=f"worker {n}") for n in range(self.threads)]
-        flusher = Thread(target=self._flush_now_and_then, name="journal")
+        # Daemons, so that a second Ctrl-C ends the process at once; the journal allows for that.
+        workers = [Thread(target=self._work, name=f"worker {n}", daemon=True) for n in range(self.threads)]
+        flusher = Thread(target=self._flush_now_and_then, name="journal", daemon=True)
         for thread in (*workers, flusher):
             thread.start()
         self.scheduler.start()
@@ -116,7 +117,7 @@ class _Run:
             for thread in workers:
                 thread.join()
         finally:
-            # An interrupt arrives here too: workers end after the chunk they are at.
+            # An interrupt arrives here too: workers end after the unit they are at.
             self.scheduler.stop()
             for thread in workers:
                 thread.join()

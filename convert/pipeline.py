@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -102,54 +103,51 @@ def convert(
         raise UsageError(
             f"{resolve(quant).name} needs an importance matrix", "give --imatrix FILE, or choose another --quant"
         )
-    source = _source(src)
-    stamps = [source.stamp(shard) for shard in range(len(source.shards))]
-    checkpoint = read_checkpoint(source)
-    importance = None if imatrix is None else load_imatrix(imatrix, checkpoint)
-    plan_ = make_plan(checkpoint, choices, importance)
-    check_importance(plan_, importance)
-    if on_plan:
-        on_plan(plan_)
-    if dry_run:
-        return ConvertResult(plan_, (), None, time.monotonic() - started)
-    units = UnitTable([tensor.spec for tensor in plan_.tensors])
-    outputs = OutputSet(directory, _set_name(plan_), plan_.files)
-    _make_directory(directory, outdir is not None)
-    settings = _settings(choices, importance)
-    session = begin(plan_, source, units, outputs, settings, stamps, overwrite=overwrite)
-    try:
-        resumed = len(units) - len(session.pending)
-        progress.planned(plan_, resumed, done_bytes(plan_, units, session.pending))
-        for index in session.unfinished:
-            outputs.prepare(index)
-        job = Job(plan_, source, units, outputs, session.journal, stamps, importance)
-        run(
-            job,
-            session.pending,
-            session.unfinished,
-            threads=workers,
-            progress=progress,
-            on_file_done=on_file_done,
-            flush_seconds=FLUSH_SECONDS,
-        )
-        write_atomically(
-            outputs.manifest,
-            manifest_bytes(
+    with _opened(src) as source:
+        stamps = [source.stamp(shard) for shard in range(len(source.shards))]
+        checkpoint = read_checkpoint(source)
+        importance = None if imatrix is None else load_imatrix(imatrix, checkpoint)
+        plan = make_plan(checkpoint, choices, importance)
+        check_importance(plan, importance)
+        if on_plan:
+            on_plan(plan)
+        if dry_run:
+            return ConvertResult(plan, (), None, time.monotonic() - started)
+        _make_directory(directory, outdir is not None)
+        outputs = OutputSet(directory, _set_name(plan), plan.files)
+        settings = _settings(choices, importance)
+        units = UnitTable([tensor.spec for tensor in plan.tensors])
+        session = begin(plan, source, units, outputs, settings, stamps, overwrite=overwrite)
+        try:
+            progress.planned(plan, len(units) - len(session.pending), done_bytes(plan, units, session.pending))
+            for index in session.unfinished:
+                outputs.prepare(index)
+            run(
+                Job(plan, source, units, outputs, session.journal, stamps, importance),
+                session.pending,
+                session.unfinished,
+                threads=workers,
+                progress=progress,
+                on_file_done=on_file_done,
+                flush_seconds=FLUSH_SECONDS,
+            )
+            manifest = manifest_bytes(
                 checkpoint,
-                plan_,
+                plan,
                 settings,
                 session.journal.files,
                 imatrix_sha256=importance.sha256 if importance else None,
-            ),
-        )
-    except BaseException:
-        session.journal.close()
-        raise
-    finally:
-        outputs.close()
-    session.journal.remove()
-    files = tuple(outputs.final(index) for index in range(len(plan_.files)))
-    return ConvertResult(plan_, files, outputs.manifest, time.monotonic() - started, resumed)
+            )
+            write_atomically(outputs.manifest, manifest)
+        except BaseException:
+            session.journal.close()
+            raise
+        finally:
+            outputs.close()
+        session.journal.remove()
+    files = tuple(outputs.final(index) for index in range(len(plan.files)))
+    resumed = len(units) - len(session.pending)
+    return ConvertResult(plan, files, outputs.manifest, time.monotonic() - started, resumed)
 
 
 def _threads(threads: int | None) -> int:
@@ -160,24 +158,26 @@ def _threads(threads: int | None) -> int:
     return threads
 
 
-def _source(src: PathLike | Source | None) -> Source:
-    if src is None:
-        here = Path.cwd()
-        if not (here / "config.json").is_file():
-            raise UsageError(
-                "no checkpoint is named, and the current folder holds none",
-                "name the folder that holds config.json and the safetensors shards",
-            )
-        return open_source(here)
-    if isinstance(src, str | os.PathLike):
-        return open_source(Path(src))
-    return src
+@contextmanager
+def _opened(src: PathLike | Source | None) -> Iterator[Source]:
+    """The checkpoint to read; one that is opened here is closed here."""
+    if src is not None and not isinstance(src, str | os.PathLike):
+        yield src
+        return
+    folder = Path.cwd() if src is None else Path(src)
+    if src is None and not (folder / "config.json").is_file():
+        raise UsageError(
+            "no checkpoint is named, and the current folder holds none",
+            "name the folder that holds config.json and the safetensors shards",
+        )
+    with open_source(folder) as source:
+        yield source
 
 
-def _set_name(plan_: Plan) -> str:
+def _set_name(plan: Plan) -> str:
     """Name of the output as a whole: the single file's, or that of a split set without numbers."""
-    split = parse_split_name(plan_.files[0].name)
-    return f"{split[0]}.gguf" if split and len(plan_.files) > 1 else plan_.files[0].name
+    split = parse_split_name(plan.files[0].name)
+    return f"{split[0]}.gguf" if split and len(plan.files) > 1 else plan.files[0].name
 
 
 def _make_directory(directory: Path, may_make: bool) -> None:
