@@ -206,7 +206,8 @@ def _assign(
         recipe.name,
         tensors,
         n_layers=config.n_layers,
-        has_imatrix=imatrix is not None,
+        # A recipe that cannot be written without a matrix is planned as if there were one.
+        has_imatrix=imatrix is not None or recipe.needs_imatrix,
         overrides=choices.tensor_types,
         output_type=choices.output_type,
         embedding_type=choices.embedding_type,

@@ -88,6 +88,7 @@ def plan(
     for choices in every:
         # One plan at a time: each holds the header of the whole vocabulary.
         plan_ = make_plan(checkpoint, choices, importance)
-        check_importance(plan_, importance)
+        if importance is not None:
+            check_importance(plan_, importance)
         summaries.append(summarize(plan_))
     return summaries

@@ -7,7 +7,7 @@ Each side runs in a child process. Ours includes hashing and reading back. llama
 vocabulary step, which needs the model's own tokenizer code: placeholders are written instead, in its favour; and for
 ``transformers``, of which it reads config.json only: a stand-in is used where that library is not installed.
 
-    python scripts/bench_convert.py --work-dir /dev/shm/bench --gigabytes 3 \
+    python scripts/bench_convert.py --work-dir /dev/shm/bench \
         --llama-cpp DIR_OF_LLAMA_CPP_SOURCES --llama-quantize PATH_OF_LLAMA_QUANTIZE
 """
 
@@ -79,7 +79,7 @@ def sizes(nbytes: float) -> tuple[int, int]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work-dir", type=Path, help="where everything is written; a memory disk leaves the disk out")
-    parser.add_argument("--gigabytes", type=float, default=3.0, help="size of the checkpoint (default 3)")
+    parser.add_argument("--gigabytes", type=float, default=3.2, help="size of the checkpoint (default 3.2)")
     parser.add_argument("--threads", type=int, default=2, help="of every side (default 2)")
     parser.add_argument(
         "--encoder", action="append", choices=("ggml", "native"), help="ours; repeatable (default ggml)"

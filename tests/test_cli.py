@@ -18,6 +18,7 @@ from convert.gguf_file import MetadataEntry, TensorEntry, ValueType, lay_out
 from kimi_gguf import api
 from kimi_gguf.cli import VERBS, run
 from kimi_gguf.reference.checkpoint_maker import TinyShape, make_checkpoint
+from quant.recipes import RECIPES
 from quant.types import QuantType
 
 ROOT = Path(__file__).parent.parent
@@ -77,6 +78,17 @@ def test_a_plan_in_words_has_a_row_for_each_quant(verb: Any, checkpoint: Path) -
     assert [line.split()[0] for line in out.splitlines()] == ["quant", "Q4_K_M", "MXFP4"]
     code, out, err = verb("plan", checkpoint, "--quant", "Q4_K_M")
     assert code == 0 and "floor of MLA absorbed" in out and "bits per weight" in err
+
+
+def test_without_quant_every_recipe_is_planned_and_the_sizes_without_header_are_those_of_their_types(
+    verb: Any, checkpoint: Path
+) -> None:
+    code, out, err = verb("plan", checkpoint, "--json")
+    rows = json.loads(out)["plans"]
+    assert (code, err) == (0, "")
+    assert [row["quant"] for row in rows] == list(RECIPES)
+    assert all(row["bytes"] > row["tensor_bytes"] == sum(t["bytes"] for t in row["types"]) for row in rows)
+    assert {row["quant"] for row in rows if row["needs_imatrix"]} >= {"IQ1_S", "Q2_K_S"}
 
 
 def test_a_conversion_ends_with_the_planned_bytes(verb: Any, checkpoint: Path, tmp_path: Path) -> None:
