@@ -38,7 +38,7 @@ from kimi_gguf.verify.result import (
 from quant.errors import InputError
 
 Array = npt.NDArray[Any]
-_OUTPUT_SLICE = 64
+_OUTPUT_SLICE = 16
 _SLOTS = {name: slot for slot, name in enumerate(measures.LAYER)}
 _OUTPUT_SLOTS = {name: slot for slot, name in enumerate(measures.OUTPUT)}
 

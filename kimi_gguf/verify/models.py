@@ -1,0 +1,93 @@
+"""What MODEL and BASE of a command line mean: a GGUF or a checkpoint folder, opened for the stream engine."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from convert.config import ModelConfig
+from convert.domain import Source
+from convert.source import open_source
+from kimi_gguf.reference.checkpoint_store import CheckpointStore
+from kimi_gguf.reference.gguf_store import GgufStore
+from kimi_gguf.reference.weights import WeightStore
+from kimi_gguf.verify.observations import ModelIdentity
+from kimi_gguf.verify.text import Vocabulary, checkpoint_vocabulary, gguf_vocabulary
+from quant.errors import UsageError
+from quant.gguf_split import GgufSet, read_gguf_set
+from quant.recipes import RECIPES
+
+
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """A model whose weights can be read, its identity and its vocabulary.
+
+    ``stamp`` differs once the files may have changed, even where the identity, made from headers, does not.
+    """
+
+    path: Path
+    store: WeightStore
+    identity: ModelIdentity
+    vocabulary: Vocabulary
+    stamp: str
+
+
+def open_model(path: Path) -> OpenModel:
+    """Open a GGUF (any file of a split set) or a checkpoint folder.
+
+    Raises:
+        UsageError: there is nothing of that name.
+        InputError: it is neither, or damaged.
+    """
+    if path.is_dir():
+        source = open_source(path)
+        store = CheckpointStore(source)
+        identity = _identity(source.label, store.config, _checkpoint_digest(source), None)
+        stamp = " ".join(source.stamp(shard) for shard in range(len(source.shards)))
+        return OpenModel(path, store, identity, checkpoint_vocabulary(source), stamp)
+    if not path.is_file():
+        raise UsageError(f"there is no file or folder {path}", "name a GGUF, or the folder of a checkpoint")
+    files = read_gguf_set(path)
+    gguf = GgufStore(path)
+    file_type = files.metadata.get("general.file_type")
+    recipe = None if file_type is None else _recipe_of(file_type.value)
+    identity = _identity(path.name, gguf.config, _gguf_digest(files), recipe)
+    stamp = " ".join(str(file.stat().st_mtime_ns) for file in files.paths)
+    return OpenModel(path, gguf, identity, gguf_vocabulary(path), stamp)
+
+
+def _identity(label: str, config: ModelConfig, digest: str, recipe: str | None) -> ModelIdentity:
+    return ModelIdentity(
+        label=label,
+        arch=config.arch,
+        digest=digest,
+        layers=config.n_layers,
+        experts=config.moe.experts,
+        used=config.moe.used,
+        moe_layers=tuple(range(config.dense_layers, config.n_layers)),
+        layer_kinds=tuple(config.layer_kinds),
+        indexer_top_k=None if config.dsa is None else config.dsa.top_k,
+        recipe=recipe,
+    )
+
+
+def _recipe_of(file_type: object) -> str | None:
+    """The recipe of a file type; several names where recipes share one."""
+    return " or ".join(name for name, info in RECIPES.items() if info.file_type == file_type) or None
+
+
+def _checkpoint_digest(source: Source) -> str:
+    digest = hashlib.sha256(source.read_file("config.json") or b"")
+    for shard in source.shards:
+        digest.update(f"{shard.name} {shard.nbytes} {shard.header_sha256}\n".encode())
+    return digest.hexdigest()
+
+
+def _gguf_digest(files: GgufSet) -> str:
+    digest = hashlib.sha256()
+    for path, header in zip(files.paths, files.headers, strict=True):
+        digest.update(f"{header.file_size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.sha256(file.read(header.data_offset)).digest())
+    return digest.hexdigest()
