@@ -12,6 +12,7 @@ from quant.gguf_cursor import StringArray
 from quant.gguf_parser import GgufValue
 
 _FEWEST_TENSORS_PER_LAYER = 10
+_MOST_LAYERS = 512
 _GATINGS = {1: "softmax", 2: "sigmoid"}
 
 
@@ -122,8 +123,8 @@ class KeyReader:
 
     def _layer_kinds(self) -> tuple[LayerKind, ...]:
         count = self._integer("block_count")
-        if count * _FEWEST_TENSORS_PER_LAYER > self.n_tensors:
-            self.faults.append(f"{self.n_tensors} tensors cannot be {count} layers")
+        if count * _FEWEST_TENSORS_PER_LAYER > self.n_tensors or count > _MOST_LAYERS:
+            self.faults.append(f"{self.n_tensors} tensors cannot be {count} layers; llama.cpp takes {_MOST_LAYERS}")
             return ()
         heads = self._get("attention.head_count_kv")
         flags = None if heads is None else self._array(heads)

@@ -101,7 +101,7 @@ def _shape_line(plan: PlanSummary, shape: str | None) -> str:
     return (
         f"{shape} as released: {tensors:,} checkpoint tensors, {payload:,} bytes ({human_bytes(payload)}), of which "
         f"{plan.left_out[0]} tensors, {plan.left_out[1]:,} bytes are vision and left out;\n"
-        f"{plan.sizes.total.tensors:,} GGUF tensors. Sizes are of tensor data; a header of about 10 MB is added."
+        f"{plan.sizes.total.tensors:,} GGUF tensors. Sizes are of tensor data; a header of some 6 MB is added."
     )
 
 

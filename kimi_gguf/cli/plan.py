@@ -26,5 +26,6 @@ def command(src: str | None, as_json: bool, quiet: bool, **flags: Any) -> None:
     """
     plans = api.plan(src, **flags)
     console = console_for(as_json, quiet)
-    console.warnings(dict.fromkeys(warning for plan in plans for warning in plan.warnings))
+    # The table says what concerns one recipe of several.
+    console.warnings(w for w in plans[0].warnings if all(w in plan.warnings for plan in plans))
     console.result(plans_value(plans, flags["shape"]), plan_text(plans, flags["shape"]))
