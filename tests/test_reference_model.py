@@ -148,6 +148,14 @@ def test_an_f32_gguf_gives_the_very_logits_of_the_checkpoint(folder: Path, store
     found.close()
 
 
+def test_a_gguf_states_the_eps_of_its_indexer(folder: Path, tmp_path: Path) -> None:
+    key = "kimi-k31.attention.layer_norm_epsilon"
+    result = convert(folder, quant="F32", outfile=tmp_path / "model.gguf", override_kv=[f"{key}=float:0.5"], force=True)
+    found = GgufStore(result.files[0])
+    assert found.indexer_eps == 0.5
+    found.close()
+
+
 def test_an_expert_of_a_split_mxfp4_gguf_is_that_of_the_checkpoint(
     folder: Path, store: WeightStore, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ from quant.gguf_split import read_gguf_set
 from quant.types import row_bytes
 
 ARCHITECTURES: dict[str, Arch] = {"kimi-k3": "kimi-k3", "kimi-k31": "kimi-k31"}
+DEFAULT_INDEXER_EPS = 1e-5
 
 
 class GgufStore:
@@ -34,6 +35,9 @@ class GgufStore:
 
     Args:
         path: the file, or any file of a set.
+
+    Attributes:
+        indexer_eps: the file's own LayerNorm eps, for ``Options.indexer_eps``; 1e-5 when it names none.
 
     Raises:
         InputError: not a Kimi GGUF, a key that is missing, or, when asked for, a tensor that is missing.
@@ -53,6 +57,8 @@ class GgufStore:
         if config is None:
             raise InputError(f"{path}: {keys.faults[0]}")
         self._config = config
+        eps = files.metadata.get(f"{arch}.attention.layer_norm_epsilon")
+        self.indexer_eps = eps.value if eps is not None and isinstance(eps.value, float) else DEFAULT_INDEXER_EPS
         self._descriptors = [os.open(p, os.O_RDONLY | os.O_CLOEXEC) for p in files.paths]
 
     @property
