@@ -129,7 +129,7 @@ def test_without_src_the_current_folder_is_meant(
     code, out, _ = verb("plan", "--quant", "MXFP4", "--json")
     assert code == 0 and json.loads(out)["plans"][0]["architecture"] == "kimi-k31"
     monkeypatch.chdir(tmp_path)
-    for arguments in (("plan",), ("convert", "--quant", "MXFP4"), ("plan", "no/such")):
+    for arguments in (("plan",), ("convert", "--quant", "MXFP4"), ("plan", "no/such/deep/folder")):
         code, out, err = verb(*arguments)
         assert (code, out) == (2, "")
         assert "kimi-gguf convert FOLDER --quant MXFP4" in err
