@@ -182,7 +182,8 @@ static choice lattice_choice(const sub_block *sub, factors f) {
         try_choice(sub, f, (int)scale, (int)scale, &best);
         try_scale(sub, f, (int)scale, &best);
     }
-    int from = (int)kq_clamp(range / (40 * f.d), 1, SCALE_MAX), to = (int)kq_clamp(range / (12 * f.d) + 1, 1, SCALE_MAX);
+    int from = (int)kq_clamp(range / (40 * f.d), 1, SCALE_MAX);
+    int to = (int)kq_clamp(range / (12 * f.d) + 1, 1, SCALE_MAX);
     for (int scale = from; scale <= to && best.error > 0; ++scale) try_scale(sub, f, scale, &best);
     return best;
 }

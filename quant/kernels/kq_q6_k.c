@@ -50,7 +50,9 @@ static void place(const uint8_t *packed, int begin, int n, const int8_t *q, plan
 /* Sub-block `i` exactly, as q = t * 2^(s - y) with scale -2^(y - x). */
 static void place_exact(const uint8_t *packed, int i, int s, int y, int x, plan *p) {
     int8_t q[KQ_CODES];
-    for (int c = 0; c < KQ_CODES; ++c) q[c] = (int8_t)(y > s ? kq_level[c] / (1 << (y - s)) : kq_level[c] * (1 << (s - y)));
+    for (int c = 0; c < KQ_CODES; ++c) {
+        q[c] = (int8_t)(y > s ? kq_level[c] / (1 << (y - s)) : kq_level[c] * (1 << (s - y)));
+    }
     p->scales[i] = (int8_t) - (1 << (y - x));
     place(packed, 16 * i, 16, q, p);
 }
