@@ -25,6 +25,7 @@ VERBS = {
     "plan": "Show what a conversion would give, from headers only.",
     "inspect": "Show what a GGUF file or set holds, and check its structure.",
     "demo": "Make a tiny K3.1 checkpoint, convert it to Q4_K_M, inspect the result.",
+    "runtime": "Build the patched llama.cpp that runs the models, or show what is built.",
 }
 """Verbs and what they do; the verb NAME is ``command`` of the module ``kimi_gguf.cli.NAME``."""
 

@@ -140,8 +140,9 @@ class Child:
         if not self.log.exists():
             return self._last_words
         data = self.log.read_bytes()[-_LOG_TAIL_BYTES:]
-        lines = [line for line in data.decode(errors="replace").splitlines() if line.strip()][-_LOG_TAIL_LINES:]
-        return "".join(f"\n  | {line}" for line in lines)
+        lines = [line for line in data.decode(errors="replace").splitlines() if line.strip()]
+        telling = [line for line in lines if not line.startswith("info: ")] or lines
+        return "".join(f"\n  | {line}" for line in telling[-_LOG_TAIL_LINES:])
 
     _last_words = ""
 

@@ -21,6 +21,8 @@ from kimi_gguf.cluster.llama_protocol import Array, Header, frame, read_frame
 
 _GGML_F32, _GGML_I32 = 0, 26
 _FLASH = {"off": 0, "on": 1, "auto": -1}
+_LOG_NAMES = {2: b"info: ", 3: b"warning: ", 4: b"error: "}
+_LOG_CONTINUED = 5
 _CACHE_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}
 
 
@@ -95,6 +97,8 @@ class Worker:
         self._trace: list[tuple[str, Array]] = []
         # ctypes keeps no reference to a callback that a structure holds.
         self._keep: list[Any] = []
+        self._log_level = 0
+        api.llama_log_set(self._hold(api.llama_log_callback(self._log)), None)
         api.llama_backend_init()
 
     def load(self, header: Header, arrays: list[Array]) -> tuple[Header, list[Array]]:
@@ -239,6 +243,14 @@ class Worker:
             return np.empty((0, self._vocab_size), dtype=np.float32)
         logits = api.llama_get_logits(self._context)
         return np.ctypeslib.as_array(logits, shape=(count, self._vocab_size)).copy()
+
+    def _log(self, level: int, text: bytes, _: Any) -> None:
+        """llama.cpp's messages on stderr, each line with its level; those for debugging are left out."""
+        if level != _LOG_CONTINUED:
+            self._log_level = level
+        prefix = _LOG_NAMES.get(self._log_level)
+        if prefix is not None:
+            os.write(2, text if level == _LOG_CONTINUED else prefix + text)
 
     def _hold(self, value: Any) -> Any:
         self._keep.append(value)
