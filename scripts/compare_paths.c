@@ -52,7 +52,7 @@ int main(void) {
                     int64_t result = kq_encode(types[t], isa, packed, scales, ROWS, COLS, weighted ? importance : NULL,
                                                target, &stats);
                     if (result != 0 || memcmp(expected, target, sizeof out) != 0) {
-                        printf("type %d, %s, range %zu, weighted %d: result %ld, or other bytes\n", types[t], names[isa],
+                        printf("type %d, %s, range %zu, weighted %d: result %ld\n", types[t], names[isa],
                                r, weighted, (long)result);
                         return 1;
                     }

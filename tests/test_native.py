@@ -127,8 +127,8 @@ def test_importance_must_be_finite_not_negative_and_fit(bad: float) -> None:
 
 def test_a_missing_library_is_one_sentence() -> None:
     program = (
-        "from quant import native\n"
-        "native._LIBRARY = 'nowhere.so'\n"
+        "from quant import kernels, native\n"
+        "kernels.LIBRARY = 'nowhere.so'\n"
         "from quant.errors import InputError\n"
         "try:\n    native.available_isas()\n"
         "except InputError as error:\n    print(error)\n"
