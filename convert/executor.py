@@ -1,7 +1,7 @@
 """Moves the bytes of a plan: threads take units from one queue, and each unit is read, transformed, encoded, written.
 
     shard --read_into--> operands --transform--> rows --encode--> blocks --pwrite--> partial file
-                                                                    \\--CRC-32--> journal
+                                                                    \\--CRC-32C--> journal
 
 A unit is worked on in chunks that fit a processor's cache, in buffers that a thread keeps, so memory is threads times
 a chunk. A background thread journals finished units once their data is synced. When the last unit of a file is done
@@ -11,7 +11,6 @@ the file is read back, recorded, and renamed.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,6 +29,7 @@ from convert.readback import DamagedUnits, check_file
 from convert.scheduler import Scheduler
 from convert.transforms import TRANSFORMS, Array, Operand, chunks, expert_rows, row_count, source_names
 from convert.units import UnitTable
+from quant.digest import crc32c
 from quant.encode import encode
 from quant.errors import ValueFault
 from quant.imatrix import Imatrix
@@ -161,7 +161,6 @@ class _Run:
                 tensors,
                 job.units,
                 job.journal.checksums,
-                threads=self.threads,
                 checked=self.progress.checked,
             )
         except DamagedUnits as fault:
@@ -195,7 +194,7 @@ class UnitWorker:
         self._importance = lru_cache(_MATRICES_REMEMBERED)(self._load_importance)
 
     def do(self, number: int) -> tuple[int, int]:
-        """Write unit ``number``; its CRC-32 and its bytes."""
+        """Write unit ``number``; its CRC-32C and its bytes."""
         job = self._job
         unit = job.units.unit(number)
         tensor = job.plan.tensors[unit.tensor]
@@ -205,10 +204,10 @@ class UnitWorker:
         checksum = total = 0
         for begin, end in chunks(spec, unit.row_begin, unit.row_end, CHUNK_WEIGHTS, matrices or 1):
             importance = self._importance(unit.tensor, begin * matrices // row_count(spec)) if matrices else None
-            data = self._chunk(tensor, begin, end, importance).reshape(-1).data
-            job.outputs.write(tensor.file, data, tensor.offset + begin * row_bytes)
-            checksum = zlib.crc32(data, checksum)
-            total += len(data)
+            data = self._chunk(tensor, begin, end, importance).reshape(-1)
+            job.outputs.write(tensor.file, data.data, tensor.offset + begin * row_bytes)
+            checksum = crc32c(data, checksum)
+            total += data.size
         return checksum, total
 
     def _chunk(self, tensor: PlannedTensor, begin: int, end: int, importance: F32Array | None) -> U8Array:

@@ -2,7 +2,7 @@
 
 Each line is the CRC-32 of a JSON text in hex, a space, and that text. The first line is the header: which plan this
 is, and the state of the source files it began with. Then come, in any order: runs (process ids), batches of finished
-units with the CRC-32 of the bytes written, units to do again, and finished files with their hashes. A batch is
+units with the CRC-32C of the bytes written, units to do again, and finished files with their hashes. A batch is
 appended after the data it speaks of has been synced, so what a journal says is on disk. A last line that was
 cut by a crash fails its check and is dropped; the units it named are done again.
 
@@ -63,7 +63,7 @@ class Journal:
 
     Attributes:
         header: as read, or as given for a new journal.
-        checksums: CRC-32 of each unit by number, -1 for units that are not done.
+        checksums: CRC-32C of each unit by number, -1 for units that are not done.
         files: finished files by index.
         changed: shards whose files are no longer those that earlier runs read; what came from them must be redone.
         discarded: header of a conversion of another plan that this journal replaces.

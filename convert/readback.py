@@ -1,28 +1,29 @@
 """Proof that a finished file is what was planned and what was written: one pass over its bytes.
 
-The header must be the planned one, and must parse to the planned chain of tensors; each unit must have the CRC-32
-that the journal took when it was written; padding must be zero. The same pass takes the SHA-256 of every tensor and
-of the whole file.
+The header must be the planned one, and must parse to the planned chain of tensors; each unit must have the CRC-32C
+that the journal took when it was written; padding must be zero. The same pass takes the SHA-256 of every tensor and of
+the whole file.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+import numpy as np
 
 from convert.domain import PlannedFile, PlannedTensor
 from convert.gguf_file import ALIGNMENT, padded
 from convert.journal import FileRecord
 from convert.transforms import row_count
 from convert.units import UnitTable
+from quant.digest import FileDigest, file_digest
 from quant.errors import InputError, OutputError
 from quant.gguf_parser import parse_gguf
+from quant.tensors import U8Array
 
-_BUFFER = 4 << 20
+_BUFFER = 1 << 20
 
 
 class DamagedUnits(OutputError):
@@ -40,7 +41,6 @@ def check_file(
     units: UnitTable,
     checksums: Sequence[int],
     *,
-    threads: int,
     checked: Callable[[int], None],
 ) -> FileRecord:
     """Read a complete file back.
@@ -50,8 +50,7 @@ def check_file(
         planned: its name, header and size.
         tensors: (index in the plan, tensor) of the file's tensors, in file order.
         units: of the whole plan.
-        checksums: CRC-32 of each unit by number.
-        threads: with two or more, the file's hash is taken beside those of its tensors.
+        checksums: CRC-32C of each unit by number.
         checked: called with numbers of bytes as they have been read.
 
     Raises:
@@ -59,39 +58,55 @@ def check_file(
         DamagedUnits: a unit's bytes are not those that were written.
     """
     check_structure(path, planned, [tensor for _, tensor in tensors])
-    with path.open("rb", buffering=0) as file, _FileHash(threads > 1) as whole:
-        reader = _Reader(file.fileno(), whole, checked)
-        header = b"".join(bytes(part) for part in reader.parts(0, len(planned.header)))
+    digest = file_digest()
+    with path.open("rb", buffering=0) as file:
+        reader = _Reader(file.fileno(), checked)
+        header = b""
+        for part in reader.parts(0, len(planned.header)):
+            digest.pass_by(part)
+            header += part.tobytes()
         if header != planned.header:
             raise OutputError(f"{path}: the header on disk is not the one that was written", _AGAIN)
         hashes, damaged = [], []
         for index, tensor in tensors:
-            digest = hashlib.sha256()
-            position = tensor.offset
-            row_bytes = tensor.nbytes // row_count(tensor.spec)
-            for number in units.of_tensor(index):
-                unit = units.unit(number)
-                end = tensor.offset + unit.row_end * row_bytes
-                checksum = 0
-                for part in reader.parts(position, end):
-                    digest.update(part)
-                    checksum = zlib.crc32(part, checksum)
-                if checksum != checksums[number]:
-                    damaged.append(number)
-                position = end
-            if any(any(part) for part in reader.parts(position, tensor.offset + padded(tensor.nbytes))):
-                raise OutputError(f"{path}: the padding after {tensor.spec.name} is not zero", _AGAIN)
-            hashes.append(digest.hexdigest())
-        if damaged:
-            by_index = {index: tensor.spec.name for index, tensor in tensors}
-            names = list(dict.fromkeys(by_index[units.tensor_of(number)] for number in damaged))
-            raise DamagedUnits(
-                f"{path}: {len(damaged)} units of {', '.join(names[:3])} differ from what was written: a disk fault",
-                "run the same command again: they are done anew",
-                damaged,
-            )
-        reader.finish()
-        return FileRecord(whole.hexdigest(), tuple(hashes))
+            damaged += _check_units(reader, digest, index, tensor, units, checksums)
+            hashes.append(digest.end_part())
+            end = tensor.offset + tensor.nbytes
+            for part in reader.parts(end, tensor.offset + padded(tensor.nbytes)):
+                digest.pass_by(part)
+                if part.any():
+                    raise OutputError(f"{path}: the padding after {tensor.spec.name} is not zero", _AGAIN)
+    if damaged:
+        by_index = {index: tensor.spec.name for index, tensor in tensors}
+        names = list(dict.fromkeys(by_index[units.tensor_of(number)] for number in damaged))
+        raise DamagedUnits(
+            f"{path}: {len(damaged)} units of {', '.join(names[:3])} differ from what was written: a disk fault",
+            "run the same command again: they are done anew",
+            damaged,
+        )
+    return FileRecord(digest.end(), tuple(hashes))
+
+
+def _check_units(
+    reader: _Reader,
+    digest: FileDigest,
+    index: int,
+    tensor: PlannedTensor,
+    units: UnitTable,
+    checksums: Sequence[int],
+) -> list[int]:
+    """Read one tensor; the numbers of its units that are not what was written."""
+    damaged = []
+    row_bytes = tensor.nbytes // row_count(tensor.spec)
+    for number in units.of_tensor(index):
+        unit = units.unit(number)
+        begin, end = (tensor.offset + row * row_bytes for row in (unit.row_begin, unit.row_end))
+        checksum = 0
+        for part in reader.parts(begin, end):
+            checksum = digest.take(part, checksum)
+        if checksum != checksums[number]:
+            damaged.append(number)
+    return damaged
 
 
 _AGAIN = "start again with --overwrite"
@@ -123,61 +138,27 @@ def check_structure(path: Path, planned: PlannedFile, tensors: Sequence[PlannedT
         raise OutputError(f"{path}: tensors end at {expected}, the file at {planned.nbytes}", _AGAIN)
 
 
-class _FileHash:
-    """SHA-256 of a stream, taken on a second thread if there is one."""
-
-    def __init__(self, beside: bool) -> None:
-        self._hash = hashlib.sha256()
-        self._pool = ThreadPoolExecutor(1, "file hash") if beside else None
-
-    def __enter__(self) -> _FileHash:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool:
-            self._pool.shutdown()
-
-    def update(self, part: memoryview) -> Future[None] | None:
-        if self._pool:
-            return self._pool.submit(self._hash.update, part)
-        self._hash.update(part)
-        return None
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
-
-
 class _Reader:
-    """Walks a file once, in order; every byte also goes to the file's hash."""
+    """Walks a file once, in order."""
 
-    def __init__(self, descriptor: int, whole: _FileHash, checked: Callable[[int], None]) -> None:
+    def __init__(self, descriptor: int, checked: Callable[[int], None]) -> None:
         self._descriptor = descriptor
-        self._whole = whole
         self._checked = checked
-        self._buffer = memoryview(bytearray(_BUFFER))
+        self._buffer: U8Array = np.empty(_BUFFER, dtype=np.uint8)
         self._begin = self._end = 0
-        self._hashing: Future[None] | None = None
 
-    def parts(self, begin: int, end: int) -> Iterator[memoryview]:
+    def parts(self, begin: int, end: int) -> Iterator[U8Array]:
         """The bytes [begin, end) in pieces; a piece is valid until the next is asked for."""
         while begin < end:
             if begin >= self._end:
                 self._fill(begin)
             piece = self._buffer[begin - self._begin : min(end, self._end) - self._begin]
-            begin += len(piece)
+            begin += piece.size
             yield piece
 
     def _fill(self, begin: int) -> None:
-        if self._hashing:
-            self._hashing.result()
-        size = os.preadv(self._descriptor, [self._buffer], begin)
+        size = os.preadv(self._descriptor, [self._buffer.data], begin)
         if not size:
             raise OutputError(f"the output ends at byte {begin} while it is read back", _AGAIN)
         self._begin, self._end = begin, begin + size
-        self._hashing = self._whole.update(self._buffer[:size])
         self._checked(size)
-
-    def finish(self) -> None:
-        """Wait until the file's hash has seen everything."""
-        if self._hashing:
-            self._hashing.result()

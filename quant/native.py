@@ -11,14 +11,13 @@ import ctypes
 import os
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from quant import mxfp4
 from quant.errors import InputError, UsageError
+from quant.kernels import load_library
 from quant.tensors import F32Array, Mxfp4Rows, U8Array
 from quant.types import QuantType, row_bytes
 
@@ -27,7 +26,6 @@ SourceKind = Literal["MXFP4", "BF16", "F32"]
 ISA_VARIABLE = "KIMI_GGUF_ISA"
 _ISAS = {"scalar": 0, "avx2": 1, "avx512": 2, "neon": 3}
 _PREFERENCE = ("avx512", "neon", "avx2", "scalar")
-_LIBRARY = "libkimi_quant.so"
 
 
 class _Stats(ctypes.Structure):
@@ -54,14 +52,7 @@ class EncodeStats:
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
-    try:
-        with resources.as_file(resources.files("quant.kernels") / _LIBRARY) as path:
-            library = ctypes.CDLL(str(Path(path)))
-    except OSError as error:
-        raise InputError(
-            f"the encoder library {_LIBRARY} cannot be loaded: {error}",
-            "install the package with pip, or run scripts/build_kernels.sh in a source tree",
-        ) from error
+    library = load_library()
     byte_pointer = ctypes.c_void_p
     library.kq_isa_available.argtypes = [ctypes.c_int32]
     library.kq_isa_available.restype = ctypes.c_int32
