@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy.typing as npt
 import torch
 
 from kimi_gguf.reference.options import Options
+from kimi_gguf.verify.listeners import Listener
 from kimi_gguf.verify.models import OpenModel
 from kimi_gguf.verify.observations import (
     FullLogits,
-    LayerObservation,
     NoProgress,
     Place,
     Progress,
@@ -36,24 +36,6 @@ from quant.errors import UsageError
 Array = npt.NDArray[Any]
 DEFAULT_SCRATCH = ".kimi-gguf-run"
 _OBSERVED_TOKENS = 1024
-
-
-class Listener(Protocol):
-    """Takes what a run sees, models in the order in which they were given, and survives an interruption."""
-
-    def layer(self, place: Place, layer: int, seen: Sequence[LayerObservation]) -> None: ...
-
-    def output(self, place: Place, logits: Sequence[FullLogits]) -> None: ...
-
-    def layer_done(self, layer: int) -> None:
-        """All places of a layer were told; what must survive has to be on disk, or in ``snapshot``, after this."""
-        ...
-
-    def snapshot(self) -> Mapping[str, Array]:
-        """What ``restore`` needs to go on from here."""
-        ...
-
-    def restore(self, state: Mapping[str, Array]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +100,9 @@ def run_stream(
         Lane(f"m{i}", model.store, tokens, folder, plan, settings.options, device, tap)
         for i, model in enumerate(models)
     ]
-    driver = _Driver(lanes, tokens, listener, settings, folder, plan)
-    driver.run()
+    listener.attach(folder.folder)
+    _Driver(lanes, tokens, listener, settings, folder, plan).run()
+    listener.finish()
     folder.remove()
     return {
         "device": settings.device,
@@ -259,18 +242,3 @@ class _Driver:
                 if scored:
                     rows = slice(low - begin, low - begin + scored)
                     self.listener.output(place, [FullLogits(one.values[rows]) for one in logits])
-
-
-class NothingKept:
-    """The part of a listener that keeps nothing between layers."""
-
-    def layer(self, place: Place, layer: int, seen: Sequence[LayerObservation]) -> None: ...
-
-    def output(self, place: Place, logits: Sequence[FullLogits]) -> None: ...
-
-    def layer_done(self, layer: int) -> None: ...
-
-    def snapshot(self) -> Mapping[str, Array]:
-        return {}
-
-    def restore(self, state: Mapping[str, Array]) -> None: ...
