@@ -187,6 +187,7 @@ class Imatrix:
         datasets: Sequence[str] = (),
         chunk_count: int = 0,
         chunk_size: int = 0,
+        notes: Mapping[str, str | Sequence[int]] | None = None,
     ) -> None:
         """Write llama.cpp's GGUF form.
 
@@ -195,8 +196,9 @@ class Imatrix:
             entries: per weight matrix the sums of squared inputs, F32 [slices, columns], and counts, F32 [slices].
             datasets: names of the texts.
             chunk_count, chunk_size: how many chunks of how many tokens were seen.
+            notes: further keys: texts, or lists of 32-bit numbers.
         """
-        write_gguf(Path(path), entries, datasets, chunk_count, chunk_size)
+        write_gguf(Path(path), entries, datasets, chunk_count, chunk_size, notes)
 
 
 def _stamp_of(descriptor: int) -> _Stamp:

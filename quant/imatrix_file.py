@@ -172,6 +172,7 @@ def write_gguf(
     datasets: Sequence[str],
     chunk_count: int,
     chunk_size: int,
+    notes: Mapping[str, str | Sequence[int]] | None = None,
 ) -> None:
     """Write the GGUF form; the file appears under its name only when it is whole.
 
@@ -180,13 +181,14 @@ def write_gguf(
         entries: per weight matrix its sums F32 [slices, columns] and counts F32 [slices].
         datasets: names of the texts.
         chunk_count, chunk_size: how many chunks of how many tokens were seen.
+        notes: further keys, which other readers pass over: texts, or lists of 32-bit numbers.
     """
     arrays = {}
     for name in sorted(entries):
         sums, counts = entries[name]
         arrays[name + SUMS] = np.ascontiguousarray(sums, dtype="<f4")
         arrays[name + COUNTS] = np.ascontiguousarray(counts, dtype="<f4").reshape(-1, 1)
-    header = bytearray(struct.pack("<4sIQQ", b"GGUF", 3, len(arrays), 4))
+    header = bytearray(struct.pack("<4sIQQ", b"GGUF", 3, len(arrays), 4 + len(notes or {})))
     text, uint32 = gguf.GGUFValueType.STRING, gguf.GGUFValueType.UINT32
     header += _text("general.type") + struct.pack("<I", text) + _text("imatrix")
     header += _text("imatrix.datasets") + struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, text, len(datasets))
@@ -194,6 +196,12 @@ def write_gguf(
         header += _text(dataset)
     header += _text("imatrix.chunk_count") + struct.pack("<II", uint32, chunk_count)
     header += _text("imatrix.chunk_size") + struct.pack("<II", uint32, chunk_size)
+    for key, value in (notes or {}).items():
+        if isinstance(value, str):
+            header += _text(key) + struct.pack("<I", text) + _text(value)
+        else:
+            header += _text(key) + struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, uint32, len(value))
+            header += np.asarray(value, dtype="<u4").tobytes()
     offset = 0
     for name, array in arrays.items():
         dims = array.shape[::-1]

@@ -226,15 +226,15 @@ class _Driver:
                 yield Place(whole.chunk, begin, min(begin + _OBSERVED_TOKENS, whole.end))
 
     def _output(self) -> None:
-        if not self.settings.observe and all(lane.tap is None for lane in self.lanes):
-            return
         given = self.lanes[0].hidden if self.settings.teacher_forced else None
         context = self.tokens.context
         for begin in range(0, self.tokens.tokens, self.plan.output_tokens):
             end = min(begin + self.plan.output_tokens, self.tokens.tokens)
-            logits = [lane.logits(begin, end, given) for lane in self.lanes]
             if not self.settings.observe:
+                for lane in self.lanes:
+                    lane.final_states(begin, end, given)
                 continue
+            logits = [lane.logits(begin, end, given) for lane in self.lanes]
             for chunk in range(begin // context, (end - 1) // context + 1):
                 low, high = max(begin, chunk * context), min(end, (chunk + 1) * context)
                 place = Place(chunk, low - chunk * context, high - chunk * context)

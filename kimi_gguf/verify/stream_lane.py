@@ -310,8 +310,8 @@ class Lane:
             hidden=hidden.residual.read(begin, end),
         )
 
-    def logits(self, begin: int, end: int, source: Hidden | None = None) -> FullLogits:
-        """Logits of tokens [begin, end), F32 [n, V]; the output matrix is read in blocks of rows."""
+    def final_states(self, begin: int, end: int, source: Hidden | None = None) -> Tensor:
+        """What the output matrix reads of tokens [begin, end), float32 [n, d]."""
         before = source or self.hidden
         assert before is not None
         with torch.device(self.device), torch.inference_mode():
@@ -322,7 +322,13 @@ class Lane:
                 states[low:high] = rms_norm(mixed, norm, self.config.rms_norm_eps)
             if self.tap is not None:
                 self.tap.rows("output.weight", states)
-            values: F32Array = np.empty((end - begin, self.config.vocab_size), dtype=np.float32)
+        return states
+
+    def logits(self, begin: int, end: int, source: Hidden | None = None) -> FullLogits:
+        """Logits of tokens [begin, end), F32 [n, V]; the output matrix is read in blocks of rows."""
+        states = self.final_states(begin, end, source)
+        values: F32Array = np.empty((end - begin, self.config.vocab_size), dtype=np.float32)
+        with torch.inference_mode():
             for low, high in _slices(self.config.vocab_size, _OUTPUT_ROWS):
                 matrix = self.store.output_rows(low, high).to(self.device)
                 values[:, low:high] = linear(states, matrix).cpu().numpy()
