@@ -14,8 +14,8 @@ from typing import Literal
 
 from convert.domain import Source
 from convert.flags import PathLike, choices_from_flags
-from convert.pipeline import convert
 from convert.plan import check_importance, make_plan, read_checkpoint
+from kimi_gguf.conversion import convert
 from kimi_gguf.inspection import inspect
 from kimi_gguf.plan_summary import PlanSummary, summarize, summarize_shape
 from kimi_gguf.sources import resolve_source
@@ -47,7 +47,8 @@ def plan(
     """What conversions would give, from headers and small files alone; nothing is written.
 
     Args:
-        src: folder of a checkpoint, or any ``Source``; None is the current folder.
+        src: folder of a checkpoint, repository on the Hub (``owner/name@revision``), or any ``Source``; None is the
+            current folder.
         quant: one recipe, or several; every recipe when empty.
         shape: ``k3`` or ``k3.1-pro`` instead of ``src``: a released model without its files.
         others: as ``convert``.

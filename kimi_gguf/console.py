@@ -77,14 +77,25 @@ class Console:
         """A fault of input, disk or use."""
         self.error(fault.message, fault.hint, fault.exit_code)
 
-    def confirm(self, question: str) -> bool:
-        """Ask; yes without asking where nobody can answer, since the command was given in full knowledge."""
-        if self.yes or self.mode != "human" or not (sys.stdin and sys.stdin.isatty()):
+    @property
+    def attended(self) -> bool:
+        """Whether somebody can answer a question."""
+        return self.mode == "human" and bool(sys.stdin and sys.stdin.isatty())
+
+    def confirm(self, question: str, *, default: bool = True) -> bool:
+        """Ask; yes without asking where nobody can answer, since the command was given in full knowledge.
+
+        Args:
+            default: what an empty answer means.
+        """
+        if self.yes or not self.attended:
             return True
-        sys.stderr.write(visible(f"{question} [Y/n] "))
+        sys.stderr.write(visible(f"{question} [{'Y/n' if default else 'y/N'}] "))
         sys.stderr.flush()
         answer = sys.stdin.readline()
-        return answer.strip().lower() in ("", "y", "yes") if answer else False
+        if not answer:
+            return False
+        return answer.strip().lower() in ("y", "yes") if answer.strip() else default
 
     def progress(self) -> ConversionBars:
         """Bars of a conversion; silent in JSON and quiet mode, plain lines where stderr is no terminal."""
@@ -116,6 +127,14 @@ class ConversionBars:
                 "checked": _bar("check", 1, plan.nbytes, 0),
             }
 
+    def fetching(self, nbytes: int) -> None:
+        """So many bytes of shards are to come."""
+        if self._bars:
+            self._bars["fetched"] = _bar("fetch", 2, nbytes, 0)
+
+    def fetched(self, nbytes: int) -> None:
+        self._advance("fetched", nbytes)
+
     def wrote(self, nbytes: int) -> None:
         self._advance("wrote", nbytes)
 
@@ -130,7 +149,7 @@ class ConversionBars:
                 self._console.note(f"done: {path}")
 
     def _advance(self, name: str, nbytes: int) -> None:
-        if self._bars:
+        if name in self._bars:
             with self._lock:
                 self._bars[name].update(nbytes)
 

@@ -82,12 +82,14 @@ def inspect(file: str | os.PathLike[str]) -> Inspection:
     """Read the header of a GGUF, with those of its set when it is one of several files.
 
     Args:
-        file: a GGUF file, any file of a split set.
+        file: a GGUF file, any file of a split set, on disk or on the Hub (``hf://owner/name/file.gguf``, or a
+            repository or folder that holds one model); only headers are read.
 
     Raises:
         InputError: not a readable GGUF; a wrong structure is no error but is told in ``faults``.
+        UsageError: an address on the Hub that stands for several models.
     """
-    files = read_gguf_set(Path(file))
+    files = _read(file)
     structure = check_structure(files)
     first = files.headers[0]
     return Inspection(
@@ -105,6 +107,14 @@ def inspect(file: str | os.PathLike[str]) -> Inspection:
         faults=structure.faults if structure else (),
         warnings=structure.warnings if structure else (),
     )
+
+
+def _read(file: str | os.PathLike[str]) -> GgufSet:
+    if Path(file).exists() or not os.fspath(file).startswith(("hf://", "https://")):
+        return read_gguf_set(Path(file))
+    from kimi_gguf.hub.gguf import read_hub_gguf
+
+    return read_hub_gguf(os.fspath(file))
 
 
 def plain_value(value: GgufValue) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,27 +52,33 @@ def parse_split_name(name: str) -> tuple[str, int, int] | None:
     return match["prefix"], int(match["number"]) - 1, int(match["count"])
 
 
-def read_gguf_set(path: Path) -> GgufSet:
+def read_gguf_set(
+    path: Path,
+    parse: Callable[[Path], GgufHeader] = parse_gguf,
+    is_there: Callable[[Path], bool] = Path.is_file,
+) -> GgufSet:
     """Read the headers of the model that the file at ``path`` belongs to.
 
     Args:
         path: a single GGUF, or any file of a split set.
+        parse: reads the header of a file; of one that is not on disk, for example.
+        is_there: whether there is such a file.
 
     Raises:
         InputError: a file of the set is missing or unreadable, or the split keys of the files contradict their
             names, each other, or the tensors present.
     """
-    header = parse_gguf(path)
+    header = parse(path)
     if SPLIT_COUNT not in header.metadata:
         return GgufSet((path,), (header,))
     paths = _siblings(path, header)
-    missing = [p.name for p in paths if not p.is_file()]
+    missing = [p.name for p in paths if not is_there(p)]
     if missing:
         raise InputError(
             f"{path}: {len(missing)} of {len(paths)} files of the set are missing, first {missing[0]}",
             "put all files of the set into one folder",
         )
-    headers = tuple(header if p == path else parse_gguf(p) for p in paths)
+    headers = tuple(header if p == path else parse(p) for p in paths)
     _check_set(headers)
     return GgufSet(paths, headers)
 

@@ -16,6 +16,8 @@ from kimi_gguf.reports import inspection_text
 def command(file: str, tensors: bool, as_json: bool, quiet: bool) -> int:
     """Show what the GGUF FILE, or the split set that it belongs to, holds, and check its structure.
 
+    FILE may be on the Hub: hf://owner/name/file.gguf, or a repository or folder that holds one model.
+
     Exits with 1 when the structure has faults.
     """
     found = api.inspect(file)

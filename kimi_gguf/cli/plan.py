@@ -20,7 +20,7 @@ from kimi_gguf.reports import plan_text, plans_value
 @recipe_options
 @output_options
 def command(src: str | None, as_json: bool, quiet: bool, **flags: Any) -> None:
-    """Show what converting the checkpoint in the folder SRC would give; nothing is written.
+    """Show what converting the checkpoint SRC, a folder or a repository on the Hub, would give; nothing is written.
 
     Without SRC the current folder is taken. Only headers and small files are read.
     """
