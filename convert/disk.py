@@ -33,6 +33,11 @@ def _fault(path: Path, error: OSError) -> OutputError:
             f"{path} is larger than its filesystem, or a limit of this shell, allows a file to be",
             "give a smaller --split-max-size, or write to another filesystem",
         )
+    if error.errno == errno.EMFILE:
+        return OutputError(
+            f"too many output files are open at once, {path} is one more",
+            "give a larger --split-max-size, or raise the limit with ulimit -n; the same command continues",
+        )
     return OutputError(
         f"cannot write {path}: {error.strerror or error}",
         "when the cause is gone, run the same command again: it continues where it stopped",

@@ -74,17 +74,17 @@ class OutputSet:
         path = self.partial(index)
         with disk_faults(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            self._open[index] = descriptor
-            os.ftruncate(descriptor, self.files[index].nbytes)
-        self.write(index, self.files[index].header, 0)
+            try:
+                os.ftruncate(descriptor, self.files[index].nbytes)
+                _write(descriptor, self.files[index].header, 0)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def write(self, index: int, data: bytes | memoryview, offset: int) -> None:
         """Write ``data`` at ``offset`` of the partial file."""
-        view = memoryview(data)
         with disk_faults(self.partial(index)):
-            while view:
-                written = os.pwrite(self._open[index], view, offset)
-                view, offset = view[written:], offset + written
+            _write(self._descriptor(index), data, offset)
         with self._lock:
             self._dirty.add(index)
 
@@ -96,7 +96,7 @@ class OutputSet:
                 dirty, self._dirty = self._dirty, set()
             for index in dirty:
                 with disk_faults(self.partial(index)):
-                    os.fsync(self._open[index])
+                    os.fsync(self._descriptor(index))
 
     def finish(self, index: int) -> Path:
         """Give a complete file its final name."""
@@ -108,6 +108,13 @@ class OutputSet:
             sync_directory(self.directory)
         return self.final(index)
 
+    def _descriptor(self, index: int) -> int:
+        """The open partial file; opened at its first use, as a set may have more files than a process may open."""
+        with self._lock:
+            if index not in self._open:
+                self._open[index] = os.open(self.partial(index), os.O_RDWR | os.O_CLOEXEC)
+            return self._open[index]
+
     def close(self) -> None:
         for descriptor in self._open.values():
             os.close(descriptor)
@@ -117,6 +124,13 @@ class OutputSet:
         """Remove the partial files of a discarded conversion."""
         for name in names:
             (self.directory / Path(name).name).with_name(Path(name).name + PARTIAL).unlink(missing_ok=True)
+
+
+def _write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
 
 
 def sync_directory(directory: Path) -> None:
