@@ -23,7 +23,6 @@ from kimi_gguf.hub.faults import Transient, refusal, transport_fault
 from kimi_gguf.hub.retry import Note, Patience, Stopped, asked_wait
 from quant.errors import InputError
 
-CHUNK = 1 << 20
 TRIES = 8
 _REDIRECTS = 5
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -100,7 +99,8 @@ class Transport:
             headers["Range"] = f"bytes={begin}-{end - 1}"
         with self._answer(path, headers) as response:
             left = _announced(response, begin, end, size)
-            for data in response.iter_raw(CHUNK):
+            # In pieces as they come: larger ones would be lost when the connection breaks while one is collected.
+            for data in response.iter_raw():
                 if len(data) > left:
                     raise Transient("the answer holds more bytes than it announced")
                 left -= len(data)
