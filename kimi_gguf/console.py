@@ -97,9 +97,41 @@ class Console:
             return False
         return answer.strip().lower() in ("y", "yes") if answer.strip() else default
 
+    def stages(self) -> StageBar:
+        """A bar for a run in stages (a ``verify.observations.Progress``); silent in JSON and quiet mode."""
+        return StageBar(self)
+
     def progress(self) -> ConversionBars:
         """Bars of a conversion; silent in JSON and quiet mode, plain lines where stderr is no terminal."""
         return ConversionBars(self)
+
+
+class StageBar:
+    """Shows one stage of a long run at a time; plain lines where stderr is no terminal. A context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Any = None
+        self._total = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def begin(self, stage: str, total: int) -> None:
+        self._total = total
+        if self._console.mode == "human" and sys.stderr.isatty():
+            self._bar = tqdm(desc=stage, total=total, leave=False, file=sys.stderr)
+
+    def step(self, done: int, text: str) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix_str(visible(text), refresh=False)
+            self._bar.update(done - self._bar.n)
+        elif done < self._total:
+            self._console.note(f"{done} of {self._total}: {text}")
 
 
 class ConversionBars:

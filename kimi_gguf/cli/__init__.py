@@ -24,6 +24,8 @@ VERBS = {
     "convert": "Convert a checkpoint to GGUF, or continue a conversion that was interrupted.",
     "plan": "Show what a conversion would give, from headers only.",
     "inspect": "Show what a GGUF file or set holds, and check its structure.",
+    "eval": "Compare a model with a baseline: routing, perplexity, KL divergence; or record a baseline.",
+    "imatrix": "Make an importance matrix, one layer at a time on one machine.",
     "demo": "Make a tiny K3.1 checkpoint, convert it to Q4_K_M, inspect the result.",
     "runtime": "Build the patched llama.cpp that runs the models, or show what is built.",
 }

@@ -65,6 +65,16 @@ def recipe_options(command: Command) -> Command:
     )(command)
 
 
+def stream_options(command: Command) -> Command:
+    """The flags of verbs that run a model layer by layer."""
+    return _chain(
+        click.option("--memory", default="20G", show_default=True, metavar="N(M|G)", help="Memory to stay within."),
+        click.option("--device", default="cpu", show_default=True, metavar="DEVICE", help="A torch device: cpu, cuda."),
+        click.option("--scratch", metavar="DIR", help="Keep hidden states in DIR, so that the run can be resumed."),
+        click.option("--resume", is_flag=True, help="Continue an interrupted run whose states are on disk."),
+    )(command)
+
+
 def _chain(*decorators: Decorator) -> Decorator:
     def apply(command: Command) -> Command:
         for decorator in reversed(decorators):
