@@ -13,12 +13,23 @@ from convert.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from kimi_gguf.api import convert, inspect, plan
+    from kimi_gguf.verify.evaluation import evaluate, record
+    from kimi_gguf.verify.imatrix import imatrix
 
-__all__ = ["__version__", "convert", "inspect", "plan"]
+__all__ = ["__version__", "convert", "evaluate", "imatrix", "inspect", "plan", "record"]
+
+_HOMES = {
+    "convert": "kimi_gguf.api",
+    "inspect": "kimi_gguf.api",
+    "plan": "kimi_gguf.api",
+    "evaluate": "kimi_gguf.verify.evaluation",
+    "record": "kimi_gguf.verify.evaluation",
+    "imatrix": "kimi_gguf.verify.imatrix",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # The functions pull in numpy and all floors below; `--help` should not wait for them.
-    if name in ("convert", "inspect", "plan"):
-        return getattr(import_module("kimi_gguf.api"), name)
+    # The functions pull in numpy, some of them torch; `--help` should not wait for them, `convert` needs no torch.
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
