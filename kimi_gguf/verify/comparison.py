@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -132,7 +133,7 @@ class Comparison:
                 check_finite(base.values[part], self.base.label, place.chunk)
                 sliced: OutputObservation = FullLogits(base.values[part])
             else:
-                sliced = TopLogProbs(base.ids[part], base.log_probs[part], base.tail[part], base.target[part])
+                sliced = TopLogProbs(*(getattr(base, field.name)[part] for field in fields(base)))
             found = measures.output_measures(sliced, FullLogits(model.values[part]), targets[part])
             for name, values in found.items():
                 self._state["output"][begin + at : begin + at + len(values), _OUTPUT_SLOTS[name]] = values

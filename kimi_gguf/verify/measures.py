@@ -148,20 +148,18 @@ def output_measures(base: OutputObservation, model: FullLogits, targets: I32Arra
 
 
 def top_kl(base: TopLogProbs, log_q: F64Array) -> F64Array:
-    """KL over the baseline's top K tokens and one bucket for all others, F64 [n].
+    """KL from the baseline's top K tokens and a sample of the others, F64 [n]: an unbiased estimate, never negative.
 
-    Never above the KL over the whole vocabulary, since merging outcomes cannot add divergence; below it by the
-    baseline's tail mass times the divergence inside the tail. The kept probabilities are rounded; they are
-    normalised again, tail included, so that rounding enters squared.
+    KL = sum p f(q / p) with f(r) = r - 1 - log r, which is 0 at its minimum r = 1: equal probabilities give zero term
+    by term, and the rounding of what is kept enters squared. The tail's share of the sum is its probability times the
+    mean of f over tokens drawn by p.
 
     Args:
         log_q: F64 [n, V], the model's log-probabilities.
     """
-    p = np.concatenate((np.exp(base.log_probs.astype(np.float64)), base.tail[:, None].astype(np.float64)), axis=1)
-    p /= p.sum(axis=1, keepdims=True)
-    q = np.exp(np.take_along_axis(log_q, base.ids.astype(np.int64), axis=1))
-    q_tail = np.maximum(1.0 - q.sum(axis=1, keepdims=True), 1e-15)
-    q = np.concatenate((q, q_tail), axis=1)
-    terms = np.where(p > 0, p * (np.log(np.maximum(p, _SMALLEST)) - np.log(np.maximum(q, _SMALLEST))), 0.0)
-    kl: F64Array = np.maximum(terms.sum(axis=1), 0.0)
+    log_p = base.log_probs.astype(np.float64)
+    ratio = np.take_along_axis(log_q, base.ids.astype(np.int64), axis=1) - log_p
+    head = (np.exp(log_p) * (np.expm1(ratio) - ratio)).sum(axis=1)
+    drawn = np.take_along_axis(log_q, base.sample_ids.astype(np.int64), axis=1) - base.sample_log_probs
+    kl: F64Array = head + base.tail * (np.expm1(drawn) - drawn).mean(axis=1)
     return kl

@@ -160,6 +160,7 @@ class TopLogProbs:
         ids: I32 [n, K], the K likeliest tokens; log_probs: F32 [n, K].
         tail: F32 [n], probability of all other tokens together.
         target: F32 [n], log-probability of the true next token.
+        sample_ids: I32 [n, S], tokens drawn from the others by their probability; sample_log_probs: F32 [n, S].
         best: I32 [n], the likeliest token.
     """
 
@@ -167,6 +168,8 @@ class TopLogProbs:
     log_probs: F32Array
     tail: F32Array
     target: F32Array
+    sample_ids: I32Array
+    sample_log_probs: F32Array
 
     @property
     def best(self) -> I32Array:

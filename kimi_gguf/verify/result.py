@@ -129,7 +129,7 @@ class OutputResult:
         top1_agreement: positions whose likeliest token is the same.
         probability_rms: RMS change of the true token's probability.
         chunk_base_perplexity, chunk_model_perplexity: by chunk.
-        from_trace: KL summed over the baseline's top-K tokens and one tail; never above the full value.
+        from_trace: KL is an estimate from the baseline's top-K tokens and a sample of the others.
     """
 
     base_perplexity: Estimate

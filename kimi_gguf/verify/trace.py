@@ -1,8 +1,9 @@
 """Traces: a baseline run once, and what comparisons need of it kept (``.kgtrace``).
 
 From a trace: all of routing but the router's own divergence, expert load, first divergence, perplexity and its ratio,
-top-1 agreement, the true token's probability change (all exact but for the rounding of weights), and the KL divergence
-over the top K tokens and one tail. ``LIVE_ONLY`` lists the measures that need a live baseline.
+top-1 agreement, the true token's probability change (all exact but for the rounding of weights), and an unbiased
+estimate of the KL divergence from the top K tokens and a sample of the others (``measures.top_kl``).
+``LIVE_ONLY`` lists the measures that need a live baseline.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class TraceWriter:
         for at in range(0, len(targets), _PACK_ROWS):
             part = slice(at, min(at + _PACK_ROWS, len(targets)))
             check_finite(seen.values[part], self.header.model.label, place.chunk)
-            records = pack_output(self.header, log_softmax(seen.values[part]), targets[part])
+            records = pack_output(self.header, log_softmax(seen.values[part]), targets[part], begin + at)
             self._write(self._output_offset(begin + at), records)
         self._seen[-1, begin : begin + len(targets)] = True
 

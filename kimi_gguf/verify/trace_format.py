@@ -8,10 +8,11 @@
         f16 largest weight, then per expert u8 its weight as a share of that, in 255ths
     one record per token:
         f32 log-probability of the true next token, f32 probability of all tokens but the top K,
-        K x u24 token ids, likeliest first, K x f16 their log-probabilities
+        K x u24 token ids, likeliest first, then S x u24 ids drawn from the others by their probability,
+        K + S x f16 their log-probabilities
     SHA-256 of all before
 
-At 92 layers of 16 of 896 experts and K = 96 a token takes 92 x 38 + 488 = 3,984 bytes.
+At 92 layers of 16 of 896 experts, K = 96 and S = 20 a token takes 92 x 38 + 588 = 4,084 bytes.
 """
 
 from __future__ import annotations
@@ -28,14 +29,18 @@ from kimi_gguf.verify.observations import EngineName, F32Array, I32Array, ModelI
 from quant.errors import InputError
 
 Bytes = npt.NDArray[np.uint8]
+F64Array = npt.NDArray[np.float64]
+I64Array = npt.NDArray[np.int64]
 
 MAGIC: Final = b"KGTRACE1"
 DEFAULT_TOP: Final = 96
+SAMPLES: Final = 20
 DIGEST_BYTES: Final = 32
 MAX_HEADER_BYTES: Final = 1 << 20
 _ALIGNMENT: Final = 64
 _MOST = {"layers": 4096, "experts": 1 << 16, "used": 256, "top": 4096, "vocab_size": 1 << 24, "tokens": 1 << 32}
 _VERSION = 1
+_GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ class TraceHeader:
     @property
     def output_bytes(self) -> int:
         """Bytes of one token's output."""
-        return 8 + 5 * self.top
+        return 8 + 5 * (self.top + SAMPLES)
 
     @property
     def token_bytes(self) -> int:
@@ -173,22 +178,53 @@ def unpack_experts(header: TraceHeader, records: Bytes) -> tuple[I32Array, F32Ar
     return ids.astype(np.int32), largest * shares
 
 
-def pack_output(header: TraceHeader, log_probs: npt.NDArray[np.float64], targets: I32Array) -> Bytes:
-    """Records U8 [n, output_bytes] of log-probabilities F64 [n, V] and true next tokens I32 [n]."""
+def pack_output(header: TraceHeader, log_probs: F64Array, targets: I32Array, first: int) -> Bytes:
+    """Records U8 [n, output_bytes] of log-probabilities F64 [n, V] and true next tokens I32 [n].
+
+    Args:
+        first: index of the first token in the whole text; what is drawn depends on it and on nothing else.
+    """
     rows = np.arange(len(targets))[:, None]
-    top = header.top
-    best = np.argpartition(-log_probs, top - 1, axis=1)[:, :top] if top < header.vocab_size else None
-    best = np.tile(np.arange(header.vocab_size), (len(targets), 1)) if best is None else np.sort(best, axis=1)
-    # Sorted by id first, so that equal values come out in one order.
-    best = np.take_along_axis(best, np.argsort(-log_probs[rows, best], axis=1, kind="stable"), axis=1)
+    best = _best(log_probs, header.top)
     kept = log_probs[rows, best]
-    tail = np.clip(1.0 - np.exp(kept).sum(axis=1), 0.0, 1.0)
+    others = np.exp(log_probs)
+    others[rows, best] = 0.0
+    drawn = _draw(others, best[:, 0], first)
     # Rounding may leave a certain token a hair above probability 1.
     true = np.minimum(log_probs[rows[:, 0], targets], 0.0)
-    scalars = np.stack((true, tail), axis=1).astype("<f4")
-    ids = np.ascontiguousarray(best.astype("<u4")).view(np.uint8).reshape(len(targets), top, 4)[:, :, :3]
-    halves = np.ascontiguousarray(np.clip(kept, -65000, 0.0).astype("<f2"))
-    return np.concatenate((scalars.view(np.uint8), ids.reshape(len(targets), -1), halves.view(np.uint8)), axis=1)
+    scalars = np.stack((true, np.minimum(others.sum(axis=1), 1.0)), axis=1).astype("<f4")
+    ids = np.concatenate((best, drawn), axis=1)
+    thirds = np.ascontiguousarray(ids.astype("<u4")).view(np.uint8).reshape(*ids.shape, 4)[:, :, :3]
+    halves = np.clip(np.concatenate((kept, log_probs[rows, drawn]), axis=1), -65000, 0.0).astype("<f2")
+    return np.concatenate((scalars.view(np.uint8), thirds.reshape(len(ids), -1), halves.view(np.uint8)), axis=1)
+
+
+def _best(log_probs: F64Array, top: int) -> I64Array:
+    """The ``top`` likeliest tokens of each row, likeliest first, equal ones by id."""
+    rows, vocab = log_probs.shape
+    if top < vocab:
+        best = np.sort(np.argpartition(-log_probs, top - 1, axis=1)[:, :top], axis=1)
+    else:
+        best = np.tile(np.arange(vocab), (rows, 1))
+    order = np.argsort(-np.take_along_axis(log_probs, best, axis=1), axis=1, kind="stable")
+    ordered: I64Array = np.take_along_axis(best, order, axis=1)
+    return ordered
+
+
+def _draw(probabilities: F64Array, otherwise: I64Array, first: int) -> I64Array:
+    """``SAMPLES`` tokens of each row in equal steps of the cumulated probability; ``otherwise`` where it is zero.
+
+    The first step of each row follows a golden-ratio sequence, so that over many tokens all offsets come up equally.
+    """
+    totals = np.cumsum(probabilities, axis=1)
+    offsets = np.modf((first + np.arange(len(totals)) + 0.5) * _GOLDEN)[0]
+    drawn = np.empty((len(totals), SAMPLES), dtype=np.int64)
+    for i, (total, offset) in enumerate(zip(totals, offsets, strict=True)):
+        at = (np.arange(SAMPLES) + offset) / SAMPLES * total[-1]
+        # The first token whose cumulated probability exceeds the mark has a probability above 0 itself.
+        drawn[i] = np.searchsorted(total, at, side="right") if total[-1] > 0 else otherwise[i]
+    inside: I64Array = np.minimum(drawn, probabilities.shape[1] - 1)
+    return inside
 
 
 def unpack_output(header: TraceHeader, records: Bytes) -> TopLogProbs:
@@ -197,16 +233,18 @@ def unpack_output(header: TraceHeader, records: Bytes) -> TopLogProbs:
     Raises:
         ValueError: a token that the vocabulary has not, or something that is no probability.
     """
-    top, n = header.top, len(records)
+    top, n, kept = header.top, len(records), header.top + SAMPLES
     scalars = np.ascontiguousarray(records[:, :8]).view("<f4").astype(np.float32)
-    wide = np.zeros((n, top, 4), dtype=np.uint8)
-    wide[:, :, :3] = records[:, 8 : 8 + 3 * top].reshape(n, top, 3)
+    wide = np.zeros((n, kept, 4), dtype=np.uint8)
+    wide[:, :, :3] = records[:, 8 : 8 + 3 * kept].reshape(n, kept, 3)
     ids = wide.view("<u4")[:, :, 0].astype(np.int32)
-    log_probs = np.ascontiguousarray(records[:, 8 + 3 * top :]).view("<f2").astype(np.float32)
+    log_probs = np.ascontiguousarray(records[:, 8 + 3 * kept :]).view("<f2").astype(np.float32)
     target, tail = scalars[:, 0], scalars[:, 1]
     if (ids >= header.vocab_size).any():
         raise ValueError("token ids that cannot be")
-    # Written so that NaN fails too.
-    if not ((log_probs <= 0).all() and (target <= 0).all() and (tail >= 0).all() and (tail <= 1).all()):
+    # Written so that NaN and minus infinity fail too.
+    if not ((log_probs <= 0) & (log_probs > -np.inf)).all() or not ((target <= 0) & (target > -np.inf)).all():
+        raise ValueError("log-probabilities that cannot be")
+    if not ((tail >= 0) & (tail <= 1)).all():
         raise ValueError("probabilities that cannot be")
-    return TopLogProbs(ids, log_probs, tail, target)
+    return TopLogProbs(ids[:, :top], log_probs[:, :top], tail, target, ids[:, top:], log_probs[:, top:])
