@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Condition, Thread
 
 from convert.domain import PlannedTensor, Source
@@ -27,6 +27,7 @@ class Scheduler:
         pending: numbers of the units to do.
         source: where shards are acquired and released.
         stamps: state of each shard when it was planned, by index.
+        before_release: called before a shard is let go, so that what was made from it can be made safe.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class Scheduler:
         pending: Iterable[int],
         source: Source,
         stamps: Sequence[str],
+        before_release: Callable[[], None] = lambda: None,
     ) -> None:
+        self._before_release = before_release
         self._tensors = tensors
         self._units = units
         self._source = source
@@ -97,6 +100,8 @@ class Scheduler:
                 if not self._needed[shard]:
                     idle.append(shard)
         # Before the feeder learns of it: the next shard may take the place on disk that these give up.
+        if idle:
+            self._before_release()
         for shard in idle:
             self._check_stamp(shard)
             self._source.release(shard)
