@@ -60,8 +60,9 @@ def resolve_source(
     # The Hub's client takes a while to load, and most commands do without it.
     from huggingface_hub.constants import is_offline_mode
 
-    from kimi_gguf.hub.address import parse_address
+    from kimi_gguf.hub.address import is_address, parse_address
     from kimi_gguf.hub.cache import open_cached_source
+    from kimi_gguf.hub.faults import NoRepository
     from kimi_gguf.hub.source import open_hub_source
 
     address = parse_address(os.fspath(src))
@@ -80,7 +81,7 @@ def resolve_source(
             note=note,
             fetched=fetched,
         )
-    except InputError as fault:
-        if os.fspath(src).startswith("hf://"):
+    except NoRepository as fault:
+        if is_address(os.fspath(src)):
             raise
         raise InputError(f"there is no folder {os.fspath(src)}, and on the Hub: {fault.message}", fault.hint) from None

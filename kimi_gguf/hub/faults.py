@@ -23,6 +23,10 @@ _LONGEST = 300
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
+class NoRepository(InputError):
+    """There is no such repository, or it is hidden from this user."""
+
+
 class Transient(Exception):
     """A failure that another try may not meet; ``wait``: seconds that the Hub asked for."""
 
@@ -65,7 +69,7 @@ def refusal(error: HfHubHTTPError | OfflineModeIsEnabled, repo: str, what: str =
     if isinstance(error, GatedRepoError):
         return InputError(message, f"ask for access at {constants.ENDPOINT}/{repo}, then {LOG_IN}")
     if isinstance(error, RepositoryNotFoundError):
-        return InputError(message, f"check the name; if the repository is private, {LOG_IN}")
+        return NoRepository(message, f"check the name; if the repository is private, {LOG_IN}")
     if isinstance(error, RevisionNotFoundError):
         return InputError(
             message, f"name a branch, tag or commit that is listed at {constants.ENDPOINT}/{repo}/commits"
