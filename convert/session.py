@@ -73,8 +73,8 @@ def begin(
             journal.close()
         raise
     if journal.discarded:
-        kept = {file.name for file in plan.files}
-        outputs.discard(name for name in journal.discarded.files if name not in kept)
+        # Also under names that this plan has: what lies between tensors there is padding here.
+        outputs.discard(journal.discarded.files)
     pending = [number for number, checksum in enumerate(journal.checksums) if checksum < 0]
     return Session(journal, pending, unfinished)
 
