@@ -23,9 +23,10 @@ import numpy as np
 from convert.domain import Plan, PlannedTensor, Source, TensorSpec
 from convert.journal import Journal
 from convert.output import OutputSet
-from convert.plan import uses_importance
+from convert.plan_warnings import uses_importance
 from convert.progress import Progress
 from convert.readback import DamagedUnits, check_file
+from convert.reading import fill
 from convert.scheduler import Scheduler
 from convert.transforms import TRANSFORMS, Array, Operand, chunks, expert_rows, row_count, source_names
 from convert.units import UnitTable
@@ -95,7 +96,7 @@ class _Run:
         self.progress = progress
         self.on_file_done = on_file_done
         self.flush_seconds = flush_seconds
-        self.scheduler = Scheduler(job.plan.tensors, job.units, pending, job.source, job.stamps)
+        self.scheduler = Scheduler(job.plan.tensors, job.units, pending, job.source, job.stamps, self._flush)
         self.worker = UnitWorker(job)
         self.left = dict.fromkeys(unfinished, 0)
         self.left_lock = Lock()
@@ -242,13 +243,7 @@ class UnitWorker:
             buffers.append(np.empty(0, dtype=np.uint8))
         if buffers[slot].size < operand.nbytes:
             buffers[slot] = np.empty(operand.nbytes, dtype=np.uint8)
-        data: U8Array = buffers[slot][: operand.nbytes]
-        view = data.data
-        for offset, size in operand.ranges:
-            self._job.source.read_into(operand.shard, offset, view[:size])
-            view = view[size:]
-        array: Array = data.view(operand.dtype)
-        return array.reshape(operand.shape)
+        return fill(self._job.source, operand, buffers[slot][: operand.nbytes])
 
     def _weighed_matrices(self, index: int) -> int:
         """Number of stacked matrices that have importance of their own; 0 when the tensor has none or uses none."""

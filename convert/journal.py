@@ -81,11 +81,6 @@ class Journal:
         self._lock = Lock()
         self._write_lock = Lock()
 
-    @property
-    def pending(self) -> int:
-        """Units recorded since the last flush."""
-        return len(self._pending)
-
     def record(self, unit: int, checksum: int) -> None:
         """Note a unit whose bytes have been written, to be journalled by the next ``flush``."""
         with self._lock:

@@ -43,10 +43,6 @@ class OutputSet:
     def partial(self, index: int) -> Path:
         return self.directory / (self.files[index].name + PARTIAL)
 
-    def existing(self) -> list[Path]:
-        """Finished files that carry the names of this set."""
-        return [path for path in map(self.final, range(len(self.files))) if path.exists()]
-
     def is_whole(self, path: Path, index: int) -> bool:
         """Whether ``path`` is a file of the planned size."""
         try:

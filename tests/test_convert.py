@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import math
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from convert.domain import Plan
 from convert.layout import build_layout
 from convert.pipeline import convert
 from convert.source import LocalSource, open_source
+from convert.version import VERSION
 from kimi_gguf.reference.checkpoint_maker import make_checkpoint
 from quant import ggml
 from quant.errors import InputError, OutputError, UsageError
@@ -296,3 +298,8 @@ def test_each_input_byte_is_read_once(checkpoint: Path, tmp_path: Path, counted:
     assert all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(ranges))
     text = [t for t in source.tensors.values() if not t.name.startswith(("vision_tower.", "mm_projector."))]
     assert sum(end - begin for _, begin, end in ranges) == sum(t.nbytes for t in text)
+
+
+def test_the_version_in_digests_and_manifests_is_the_packages() -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    assert project["project"]["version"] == VERSION

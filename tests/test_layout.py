@@ -171,9 +171,7 @@ def test_packed_width_is_half_the_logical_width() -> None:
 
 def test_scales_may_be_u8_or_e8m0() -> None:
     config = small_config()
-    found = {
-        n: replace(t, dtype="F8_E8M0") if n.endswith("weight_scale") else t for n, t in tensors_of(config).items()
-    }
+    found = {n: replace(t, dtype="F8_E8M0") if n.endswith("weight_scale") else t for n, t in tensors_of(config).items()}
     assert layout_of(config, found).specs == released_specs(config)
 
 
