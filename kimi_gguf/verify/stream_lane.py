@@ -23,10 +23,8 @@ from kimi_gguf.reference.situ import MlpWeights
 from kimi_gguf.reference.weights import BlockNorms, WeightStore
 from kimi_gguf.verify.observations import F32Array, FullLogits, LayerObservation, Place, TokenSet
 from kimi_gguf.verify.stream_blocks import Limits, NoTap, Tap, run_kda, run_mla, run_mlp, to_device
-from kimi_gguf.verify.stream_plan import MemoryPlan
+from kimi_gguf.verify.stream_plan import OUTPUT_ROWS, MemoryPlan
 from kimi_gguf.verify.stream_state import Rows, StateFolder
-
-_OUTPUT_ROWS = 8192
 
 
 @dataclass(slots=True)
@@ -329,7 +327,7 @@ class Lane:
         states = self.final_states(begin, end, source)
         values: F32Array = np.empty((end - begin, self.config.vocab_size), dtype=np.float32)
         with torch.inference_mode():
-            for low, high in _slices(self.config.vocab_size, _OUTPUT_ROWS):
+            for low, high in _slices(self.config.vocab_size, OUTPUT_ROWS):
                 matrix = self.store.output_rows(low, high).to(self.device)
                 values[:, low:high] = linear(states, matrix).cpu().numpy()
         return FullLogits(values)

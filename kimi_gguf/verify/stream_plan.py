@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil, prod
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from convert.config import ModelConfig
 from convert.tensor_table import LAYER_TABLE, TableRow, dimensions, layer_traits, shapes
+from kimi_gguf.reference.kda import CHUNK
 from kimi_gguf.reference.weights import WeightStore
 from kimi_gguf.verify.observations import TokenSet
 from quant.errors import UsageError
@@ -27,6 +28,7 @@ _PROCESS_BYTES = 700 * _MB
 _LEAST_WORK = 32 * _MB
 _MOST_WORK = 2048 * _MB
 _SLICE_TOKENS = 4096
+OUTPUT_ROWS = 8192
 _NO_PRODUCT = (TensorClass.NORM, TensorClass.KDA_CONV, TensorClass.KDA_STATE, TensorClass.RESIDUAL_SCORE)
 _EXPERT = re.compile(r"_exps\.|\.experts\.")
 _LAYER = re.compile(r"(?:blk|layers)\.(\d+)\.")
@@ -163,16 +165,25 @@ def plan_memory(config: ModelConfig, tokens: TokenSet, memory: int, *, lanes: in
         state_in_memory=in_memory,
         needed=0,
     )
-    largest = max(
-        together * group + 3 * work,
-        plan.segment_tokens * (8 * moe.latent + 32 * moe.used) + 3 * work,
-        plan.output_tokens * 4 * config.vocab_size * lanes + work,
+    return replace(
+        plan, needed=min(memory, fixed + _largest(plan, config, tokens, lanes) + (state if in_memory else 0))
     )
-    return _with_need(plan, fixed + largest + (state if in_memory else 0))
 
 
-def _with_need(plan: MemoryPlan, needed: int) -> MemoryPlan:
-    return MemoryPlan(**(asdict(plan) | {"needed": min(needed, plan.memory)}))
+def _largest(plan: MemoryPlan, config: ModelConfig, tokens: TokenSet, lanes: int) -> int:
+    """Bytes of the largest temporaries: of attention, of the experts, or in front of the output matrix."""
+    moe, kda, mla = config.moe, config.kda, config.mla
+    context = min(tokens.context, tokens.tokens)
+    group = min(plan.chunks_together * tokens.context, tokens.tokens)
+    wide = max(kda.heads * kda.head_dim, mla.heads * (mla.nope + mla.rope))
+    heads = max(kda.heads * kda.head_dim * 4 * (12 + 4 * CHUNK), mla.heads * context * 12)
+    attention = group * 4 * (4 * config.hidden + 5 * wide) + min(plan.work_bytes, group * heads)
+    segment = min(plan.segment_tokens, tokens.tokens)
+    ffn = max(config.ffn_dense, moe.width * max(moe.shared, 1))
+    slices = min(plan.work_bytes, min(plan.slice_tokens, tokens.tokens) * 4 * (6 * config.hidden + 4 * ffn))
+    experts = segment * (8 * moe.latent + 32 * moe.used) + slices
+    output = min(plan.output_tokens, tokens.tokens) * 4 * config.vocab_size * lanes
+    return max(attention, experts, output + OUTPUT_ROWS * 4 * config.hidden)
 
 
 def run_flops(config: ModelConfig, tokens: TokenSet) -> float:
