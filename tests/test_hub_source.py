@@ -150,6 +150,35 @@ def test_a_broken_download_continues_where_it_broke(hub: HubServer, opened: Open
     assert ranges(hub.requests, FIRST) == [None, (1 << 17, size)]
 
 
+def test_a_large_shard_comes_in_segments_and_breaks_cost_only_what_they_cut(
+    hub: HubServer, opened: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "SEGMENT_BYTES", 50_000)
+    monkeypatch.setattr(transport, "CONNECTIONS", 3)
+    source = opened()
+    size = source.shards[0].nbytes
+    hub.requests.clear()
+    hub.fault(f"/cdn/.*{FIRST}", "cut", at=10_000, skip=2)
+    hub.fault(f"/cdn/.*{FIRST}", "drop", skip=4)
+    source.acquire(0)
+    assert content(source, 0) == (folder / FIRST).read_bytes()
+    asked = sorted(r for r in ranges(hub.requests, FIRST) if r)
+    assert sum(end - begin for begin, end in asked) <= size + 40_000 + 50_000
+    assert {(at, min(at + 50_000, size)) for at in range(0, size, 50_000)} <= set(asked)
+
+
+def test_a_segment_that_cannot_be_had_ends_the_download(
+    hub: HubServer, opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "SEGMENT_BYTES", 50_000)
+    source = opened()
+    hub.fault(f"/cdn/.*{FIRST}", "status", status=404, skip=3, times=99)
+    with pytest.raises(InputError, match="the Hub answers 404"):
+        source.acquire(0)
+    (part,) = (tmp_path / "shards").glob("*.part")
+    assert part.stat().st_size in (0, 50_000, 100_000, 150_000)
+
+
 def test_half_a_shard_of_an_earlier_run_is_continued(
     hub: HubServer, opened: Open, folder: Path, tmp_path: Path
 ) -> None:

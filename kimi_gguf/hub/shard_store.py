@@ -170,7 +170,7 @@ class ShardStore:
                 _feed(part, digest, self.fetched)
             with part.open("ab", buffering=0) as out:
 
-                def sink(data: bytes) -> None:
+                def sink(data: bytes | bytearray) -> None:
                     _write(out, data)
                     digest.update(data)
                     self.fetched(len(data))
@@ -187,7 +187,7 @@ def header_sha256(path: Path) -> str:
         return hashlib.sha256(file.read(length)).hexdigest()
 
 
-def _write(out: FileIO, data: bytes) -> None:
+def _write(out: FileIO, data: bytes | bytearray) -> None:
     view = memoryview(data)
     while view:
         view = view[out.write(view) :]

@@ -8,7 +8,9 @@ new one is asked for when it has expired.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Event, Lock
 from urllib.parse import urljoin, urlsplit
@@ -24,13 +26,15 @@ from kimi_gguf.hub.retry import Note, Patience, Stopped, asked_wait
 from quant.errors import InputError
 
 TRIES = 8
+CONNECTIONS = 8
+SEGMENT_BYTES = 8 << 20
 _REDIRECTS = 5
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _EXPIRED = frozenset({400, 401, 403, 410})
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _HUB_HOSTS = ("https://huggingface.co", "https://hf.co")
 
-Sink = Callable[[bytes], object]
+Sink = Callable[[bytes | bytearray], object]
 
 
 def silent(text: str) -> None:
@@ -66,17 +70,42 @@ class Transport:
         Raises:
             InputError: the Hub refuses, or fails too often.
         """
-        data = bytearray()
-        self.copy(path, begin, end, size, data.extend)
-        return bytes(data)
+        return bytes(self._segment(path, begin, end, size))
 
     def copy(self, path: str, begin: int, end: int, size: int, sink: Sink) -> None:
-        """Hand bytes [begin, end) of a file to ``sink`` in order; a broken answer is continued where it broke.
+        """Hand bytes [begin, end) of a file to ``sink`` in order, from the calling thread.
+
+        A long stretch comes over several connections, a segment each, so that memory is connections times segment.
+        A broken answer is continued where it broke.
 
         Raises:
             InputError: as ``read``.
             Stopped: called off.
         """
+        if end - begin <= SEGMENT_BYTES:
+            self._copy(path, begin, end, size, sink)
+            return
+        with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="fetch") as pool:
+            coming: deque[Future[bytearray]] = deque()
+            try:
+                for at in range(begin, end, SEGMENT_BYTES):
+                    if len(coming) == CONNECTIONS:
+                        sink(coming.popleft().result())
+                    coming.append(pool.submit(self._segment, path, at, min(at + SEGMENT_BYTES, end), size))
+                while coming:
+                    sink(coming.popleft().result())
+            except BaseException:
+                for segment in coming:
+                    segment.cancel()
+                raise
+
+    def _segment(self, path: str, begin: int, end: int, size: int) -> bytearray:
+        data = bytearray()
+        self._copy(path, begin, end, size, data.extend)
+        return data
+
+    def _copy(self, path: str, begin: int, end: int, size: int, sink: Sink) -> None:
+        """``copy`` over one connection."""
         patience = Patience(f"{self.repo}/{path}", TRIES, self.stop, self.note)
         at = begin
         while at < end:
