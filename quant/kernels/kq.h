@@ -5,7 +5,8 @@
  *
  * Rules of this folder:
  *   - The scalar path of a codec defines its bytes; every other path must produce the same bytes.
- *   - Whatever chooses between candidates is integer arithmetic, or plain C shared by all paths.
+ *   - Whatever chooses between candidates is integer arithmetic, plain C shared by all paths, or single IEEE operations
+ *     on lanes in an order that no path changes (kq_lanes.h).
  *   - Files named *_avx2.c and *_avx512.c are the only ones compiled for those instruction sets; what they hold is
  *     inside #if KQ_X86, what needs NEON inside #if KQ_NEON.
  */

@@ -16,13 +16,14 @@ static float nearest(float value, float low, float high) {
     return (value + shift) - shift;
 }
 
-float kq_classic_scale(int n, int levels, const float *x, const float *w) {
+float kq_classic_scale(int n, int levels, const float *x, const float *w, int8_t *q) {
     float extreme = 0;
+    for (int i = 0; q && i < n; ++i) q[i] = 0;
     for (int i = 0; i < n; ++i) {
         if (fabsf(x[i]) > fabsf(extreme)) extreme = x[i];
     }
     if (fabsf(extreme) < tiny) return 0;
-    float scale = 0, best = 0;
+    float scale = 0, best = 0, chosen = 0;
     for (int order = 0; order < 19; ++order) {
         int step = order == 0 ? 0 : order <= 9 ? order - 10 : order - 9;
         float density = -((float)levels + 0.1f * (float)step) / extreme;
@@ -36,16 +37,57 @@ float kq_classic_scale(int n, int levels, const float *x, const float *w) {
         if (order == 0) {
             scale = ll != 0 ? lx / ll : 0;
             best = scale * lx;
+            chosen = density;
         } else if (ll > 0 && lx * lx > best * ll) {
             scale = lx / ll;
             best = scale * lx;
+            chosen = density;
         }
     }
+    for (int i = 0; q && i < n; ++i) q[i] = (int8_t)nearest(chosen * x[i], -levels, levels - 1);
     return scale;
 }
 
+float kq_classic_scale_stepwise(int n, int levels, const float *x) {
+    float extreme = 0, l[16], lx = 0, ll = 0;
+    for (int i = 0; i < n; ++i) {
+        if (fabsf(x[i]) > fabsf(extreme)) extreme = x[i];
+    }
+    if (fabsf(extreme) < tiny) return 0;
+    for (int i = 0; i < n; ++i) {
+        float w = x[i] * x[i];
+        l[i] = (float)nearest(-(float)levels / extreme * x[i], -levels, levels - 1);
+        lx += w * x[i] * l[i];
+        ll += w * l[i] * l[i];
+    }
+    for (int round = 0; round < 5; ++round) {
+        int changed = 0;
+        for (int i = 0; i < n; ++i) {
+            float w = x[i] * x[i], other_lx = lx - w * x[i] * l[i];
+            if (!(other_lx > 0)) continue;
+            float other_ll = ll - w * l[i] * l[i];
+            float next = (float)nearest(x[i] * other_ll / other_lx, -levels, levels - 1);
+            if (next == l[i]) continue;
+            other_lx += w * x[i] * next;
+            other_ll += w * next * next;
+            if (other_ll > 0 && other_lx * other_lx * ll > lx * lx * other_ll) {
+                l[i] = next;
+                lx = other_lx;
+                ll = other_ll;
+                changed = 1;
+            }
+        }
+        if (!changed) break;
+    }
+    return ll > 0 ? lx / ll : 0;
+}
+
+static float measure(float diff, int magnitudes) {
+    return magnitudes ? fabsf(diff) : diff * diff;
+}
+
 float kq_classic_scale_min(int n, int top, const float *x, const float *w, float first, float step, int steps,
-                           float *minimum) {
+                           int magnitudes, float *minimum) {
     float low = x[0], high = x[0], sum_w = w[0], sum_x = w[0] * x[0];
     for (int i = 1; i < n; ++i) {
         low = x[i] < low ? x[i] : low;
@@ -59,7 +101,7 @@ float kq_classic_scale_min(int n, int top, const float *x, const float *w, float
     float ceiling = (float)top, base = low, plain = ceiling / (high - low), best_scale = 1 / plain, best = 0;
     for (int i = 0; i < n; ++i) {
         float diff = best_scale * nearest(plain * (x[i] - low), 0, ceiling) + low - x[i];
-        best += w[i] * (diff * diff);
+        best += w[i] * measure(diff, magnitudes);
     }
     for (int s = 0; s <= steps; ++s) {
         /* Lattices span from the best minimum so far, as in the original. */
@@ -82,7 +124,7 @@ float kq_classic_scale_min(int n, int top, const float *x, const float *w, float
         float error = 0;
         for (int i = 0; i < n; ++i) {
             float diff = this_scale * l[i] + this_low - x[i];
-            error += w[i] * (diff * diff);
+            error += w[i] * measure(diff, magnitudes);
         }
         if (error < best) {
             best = error;

@@ -6,6 +6,7 @@
 static const kq_codec *const codecs[] = {
     &kq_codec_mxfp4, &kq_codec_q8_0, &kq_codec_q6_k, &kq_codec_q5_k,
     &kq_codec_q4_0,  &kq_codec_q4_1, &kq_codec_q5_0, &kq_codec_q5_1,
+    &kq_codec_q4_k,  &kq_codec_q3_k, &kq_codec_q2_k,
 };
 
 static const kq_codec *find_codec(int32_t type) {

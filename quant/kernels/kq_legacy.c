@@ -75,7 +75,7 @@ static void fit_by_scale_min(const kq_row *row, int64_t b, int qmax, float mean_
             x[i] = (float)(kq_level[i & 1 ? packed[i / 2] >> 4 : packed[i / 2] & 15] * kq_unit(row->scales[b]));
             w[i] = importance[i] * sqrtf(mean_square + x[i] * x[i]);
         }
-        start[0] = kq_classic_scale_min(KQ_BLOCK, qmax, x, w, -0.9f, 0.05f, 36, &minimum);
+        start[0] = kq_classic_scale_min(KQ_BLOCK, qmax, x, w, -0.9f, 0.05f, 36, 0, &minimum);
         start[1] = -minimum;
     }
     int usable = importance && isfinite(start[0]) && isfinite(start[1]) && start[0] > 0;

@@ -240,8 +240,8 @@ static factors classic(const uint8_t *packed, const uint8_t *scales, const float
             w[j] = importance ? importance[32 * i + j] * sqrtf(spread + xs[j] * xs[j]) : mean + fabsf(xs[j]);
             weight_sums[i] += w[j];
         }
-        found[i] = importance ? kq_classic_scale_min(32, QMAX, xs, w, -0.9f, 0.05f, 36, &minima[i])
-                              : kq_classic_scale_min(32, QMAX, xs, w, -0.5f, 0.1f, 15, &minima[i]);
+        found[i] = importance ? kq_classic_scale_min(32, QMAX, xs, w, -0.9f, 0.05f, 36, 0, &minima[i])
+                              : kq_classic_scale_min(32, QMAX, xs, w, -0.5f, 0.1f, 15, 0, &minima[i]);
     }
     uint8_t scale_index[SUBS], min_index[SUBS];
     factors f;

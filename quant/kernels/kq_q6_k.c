@@ -214,7 +214,7 @@ static double classic(const uint8_t *packed, const uint8_t *scales, const float 
             uint8_t pair = packed[8 * i + j / 2];
             x[j] = (float)(kq_level[j & 1 ? pair >> 4 : pair & 15] * kq_unit(scales[i / 2]));
         }
-        float scale = kq_classic_scale(16, 32, x, importance ? importance + 16 * i : NULL);
+        float scale = kq_classic_scale(16, 32, x, importance ? importance + 16 * i : NULL, NULL);
         if (fabsf(scale) > fabsf(largest)) largest = scale;
         found[i] = scale;
     }

@@ -1,0 +1,58 @@
+/* MXFP4 to Q2_K: 256 weights d * scale[j] * q - dmin * min[j], j one of 16 sub-blocks of 16, 4-bit scales and minima,
+ * 0 <= q <= 3. */
+#define SUBS 16
+#define TOP 3
+#define INDEX_TOP 15
+#define CLASSES kq_classes_q2_k
+#define CLASSES_WEIGHTED kq_classes_q2_k_weighted
+#define TRIALS kq_trials_q2_k
+#define TYPE KQ_TYPE_Q2_K
+#include "kq_affine.h"
+
+static const kq_trust trust = {0.045f, 0.018f, 3};
+static const kq_effort effort = {2, 4, 2, 1.04f}, effort_weighted = {4, 16, 4, 1.03f};
+
+/* Quants of the sub-blocks first, first + 2, first + 4, first + 6, two bits each, in 16 bytes. */
+KQ_INLINE void pack_four(const uint8_t *packed, uint8_t (*quants)[16], int first, uint8_t *out) {
+#if KQ_LANES > 4
+    __m128i nibble = _mm_set1_epi8(15), even = _mm_setzero_si128(), odd = even;
+    for (int i = 0; i < 4; ++i) {
+        int j = first + 2 * i;
+        __m128i codes = _mm_loadl_epi64((const __m128i *)(packed + 8 * j));
+        __m128i table = _mm_slli_epi16(_mm_load_si128((const __m128i *)quants[j]), 2 * i);
+        even = _mm_or_si128(even, _mm_shuffle_epi8(table, _mm_and_si128(codes, nibble)));
+        odd = _mm_or_si128(odd, _mm_shuffle_epi8(table, _mm_and_si128(_mm_srli_epi16(codes, 4), nibble)));
+    }
+    _mm_storeu_si128((__m128i *)out, _mm_unpacklo_epi8(even, odd));
+#else
+    uint8_t table[4][16];
+    for (int i = 0; i < 4; ++i) {
+        for (int c = 0; c < 16; ++c) table[i][c] = (uint8_t)(quants[first + 2 * i][c] << 2 * i);
+    }
+    for (int k = 0; k < 16; ++k) {
+        int bits = 0;
+        for (int i = 0; i < 4; ++i) {
+            uint8_t pair = packed[8 * (first + 2 * i) + k / 2];
+            bits |= table[i][k & 1 ? pair >> 4 : pair & 15];
+        }
+        out[k] = (uint8_t)bits;
+    }
+#endif
+}
+
+KQ_INLINE void pack(const uint8_t *packed, const kq_choice *choice, int exponent, uint8_t (*quants)[16],
+                    kq_block_q2_k *out) {
+    out->d = kq_half_from_double(choice->d * kq_pow2(exponent - 128));
+    out->dmin = kq_half_from_double(choice->dmin * kq_pow2(exponent - 128));
+    for (int j = 0; j < SUBS; ++j) out->scales[j] = (uint8_t)((int)choice->scales[j] | (int)choice->minima[j] << 4);
+    for (int i = 0; i < 4; ++i) pack_four(packed, quants, 8 * (i / 2) + i % 2, out->qs + 16 * i);
+}
+
+static void encode_row(const kq_row *row) {
+    kq_block_q2_k *out = (kq_block_q2_k *)row->out;
+    for (int64_t i = 0; i < row->cols / KQ_SUPER; ++i) {
+        kq_solution found;
+        solve(row, i, row->weights ? effort_weighted : effort, trust, &found);
+        pack(row->packed + KQ_SUPER / 2 * i, &found.choice, found.codes.exponent, found.quants, out + i);
+    }
+}

@@ -1,0 +1,11 @@
+/* AVX2 path of Q2_K. */
+#include "kq.h"
+
+#if KQ_X86
+#include "kq_q2_k.h"
+#include "kq_rows.h"
+
+void kq_q2_k_row_avx2(const kq_row *row) {
+    encode_row(row);
+}
+#endif

@@ -1,0 +1,229 @@
+/* MXFP4 to Q3_K: 256 weights d * scale[j] * q, j one of 16 sub-blocks of 16, scales -32..31, -4 <= q <= 3.
+ *
+ * The search is that of kq_affine.h without minima: 32 lattices per sub-block priced by table look-up, each sign of
+ * the scale apart; a least-squares scale for 16 of the roundings, of which the best is kept; then 32 values of d for
+ * the super-block, the best one refitted.
+ */
+#define SUBS 16
+#include "kq_codes.h"
+#include "kq_doubt.h"
+
+enum { SCALE_TRIALS = 32, INDEX_LOW = -32, INDEX_TOP = 31 };
+
+/* The fit of each sub-block, in units of the super-block: scale s costs error + qq * (s - scale)^2. */
+typedef struct { float scale[16] KQ_ALIGNED, error[16] KQ_ALIGNED, qq[16] KQ_ALIGNED; } kq_fits;
+
+/* A choice for a super-block; its d should be dx / dd. */
+typedef struct {
+    float d, error;
+    float scales[16] KQ_ALIGNED; /* indices */
+    float dd, dx;
+} kq_choice;
+
+KQ_INLINE int magnitude_of(uint32_t present) {
+    return 31 - __builtin_clz((present & 0xff) | present >> 8 | 1);
+}
+
+KQ_INLINE vf quant_of(vf v) {
+    return vf_rint(vf_clamp(v, -4, 3));
+}
+
+KQ_INLINE vf index_of(vf v) {
+    return vf_rint(vf_clamp(v, INDEX_LOW, INDEX_TOP));
+}
+
+KQ_INLINE void fit_sub_block(const kq_codes *b, int j, const kq_signed_class *start, kq_fits *out) {
+    float scales[16] KQ_ALIGNED, squares[16] KQ_ALIGNED, errors[16] KQ_ALIGNED;
+    int32_t keys[16] KQ_ALIGNED;
+    uint32_t shares[4];
+    memcpy(shares, b->shares[j], 16);
+    KQ_EACH(l) {
+        vcost first = {0}, second = {0};
+        for (int g = 0; g < 4; ++g) {
+            first = kq_cost_add(first, start->cost[0][g][l], shares[g]);
+            second = kq_cost_add(second, start->cost[1][g][l], shares[g]);
+        }
+        vm later = vf_less(vf_from_int(kq_cost_end(second)), vf_from_int(kq_cost_end(first)));
+        vf inverse = vf_pick(later, vf_load(start->inverse[1] + l), vf_load(start->inverse[0] + l));
+        vf qq = {0}, xq = {0};
+        for (uint32_t left = b->present[j] & ~1u; left; left &= left - 1) {
+            int c = __builtin_ctz(left);
+            vf q = quant_of(inverse * level_of[c]), wq = b->weights[j][c] * q;
+            qq += wq * q;
+            xq += wq * level_of[c];
+        }
+        vf scale = xq * vf_inverse(qq), error = vf_max(b->seconds[j] - scale * xq, (vf){0});
+        vf_store(scales + l, scale);
+        vf_store(squares + l, qq);
+        vf_store(errors + l, error);
+        vi_store(keys + l, kq_keys(error, vi_load(kq_lane_numbers + l), 4));
+    }
+    int best = kq_least(keys, 1) & 15;
+    out->scale[j] = scales[best] * b->unit[j];
+    out->error[j] = errors[best] * (b->unit[j] * b->unit[j]);
+    out->qq[j] = squares[best];
+}
+
+KQ_INLINE void fit_all(const kq_codes *b, kq_fits *out) {
+    for (int j = 0; j < SUBS; ++j) {
+        out->scale[j] = out->error[j] = out->qq[j] = 0;
+        if (b->used >> j & 1) fit_sub_block(b, j, &kq_classes_q3_k[magnitude_of(b->present[j])], out);
+    }
+}
+
+KQ_INLINE void choose(const kq_fits *fits, float d, kq_choice *out) {
+    float sums[3][16] KQ_ALIGNED, inverse = kq_inverse(d);
+    KQ_EACH(j) {
+        vf scale = vf_load(fits->scale + j), qq = vf_load(fits->qq + j);
+        vf index = index_of(scale * inverse), off = index * d - scale;
+        vf_store(out->scales + j, index);
+        vf_store(sums[0] + j, vf_load(fits->error + j) + qq * (off * off));
+        vf_store(sums[1] + j, qq * index * index);
+        vf_store(sums[2] + j, qq * scale * index);
+    }
+    out->d = d;
+    out->error = kq_sum16(sums[0]);
+    out->dd = kq_sum16(sums[1]);
+    out->dx = kq_sum16(sums[2]);
+}
+
+KQ_INLINE void search(const kq_fits *fits, kq_half_range half, kq_choice *best) {
+    float d[SCALE_TRIALS] KQ_ALIGNED, most = 0;
+    int32_t keys[SCALE_TRIALS] KQ_ALIGNED;
+    for (int j = 0; j < SUBS; ++j) {
+        float scale = fits->scale[j];
+        most = scale * scale > most * most ? scale : most;
+    }
+    trial_values(&kq_trials_q3_k.scales, SCALE_TRIALS, most, half, d);
+    for (int o = 0; o < SCALE_TRIALS; o += KQ_LANES) {
+        vf dv = vf_load(d + o), inverse = vf_inverse(dv), price = {0};
+        for (int j = 0; j < SUBS; ++j) {
+            vf off = index_of(inverse * fits->scale[j]) * dv - fits->scale[j];
+            price += fits->error[j] + fits->qq[j] * (off * off);
+        }
+        vi_store(keys + o, kq_keys(price, vi_load(kq_lane_numbers + o), 5));
+    }
+    choose(fits, d[kq_least(keys, 2) & 31], best);
+    for (int round = 0; round < 2 && best->dd > 0 && best->dx != 0; ++round) {
+        kq_choice next;
+        choose(fits, to_half1(best->dx / best->dd, half), &next);
+        if (!(next.error < best->error)) break;
+        *best = next;
+    }
+}
+
+/* The quant of every code, plus 4, and the error of the super-block. */
+KQ_INLINE float round_codes(const kq_codes *b, const kq_choice *choice, uint8_t (*quants)[16]) {
+    float scale[16] KQ_ALIGNED, inverse[16] KQ_ALIGNED, error[16] KQ_ALIGNED;
+    KQ_EACH(j) {
+        vf s = vf_load(choice->scales + j) * choice->d * vf_load(b->back + j);
+        vf_store(scale + j, s);
+        vf_store(inverse + j, vf_inverse(s));
+    }
+    KQ_EACH(c) {
+        vf total = {0}, v = vf_load(level_of + c);
+        for (int j = 0; j < SUBS; ++j) {
+            vf q = quant_of(v * inverse[j]), miss = v - q * scale[j];
+            kq_store_bytes(quants[j] + c, q + 4);
+            total += vf_load(b->weights[j] + c) * (miss * miss) * (b->unit[j] * b->unit[j]);
+        }
+        vf_store(error + c, total);
+    }
+    return kq_sum16(error);
+}
+
+/* Sixteen columns of each of the eight groups of 32: low two bits of quants `quants`, third bits `high`. */
+KQ_INLINE void pack_side(const uint8_t *packed, uint8_t (*quants)[16], int side, kq_block_q3_k *out) {
+    uint8_t *high = out->hmask + 16 * side;
+#if KQ_LANES > 4
+    __m128i nibble = _mm_set1_epi8(15), two = _mm_set1_epi8(3), four = _mm_set1_epi8(4);
+    __m128i high_even = _mm_setzero_si128(), high_odd = high_even;
+    for (int half = 0; half < 2; ++half) {
+        __m128i even = _mm_setzero_si128(), odd = even;
+        for (int i = 0; i < 4; ++i) {
+            int group = 4 * half + i, j = 2 * group + side;
+            __m128i codes = _mm_loadl_epi64((const __m128i *)(packed + 8 * j));
+            __m128i table = _mm_load_si128((const __m128i *)quants[j]);
+            __m128i low = _mm_slli_epi16(_mm_and_si128(table, two), 2 * i);
+            __m128i third = _mm_and_si128(table, four);
+            third = group < 2 ? _mm_srli_epi16(third, 2 - group) : _mm_slli_epi16(third, group - 2);
+            __m128i first = _mm_and_si128(codes, nibble), second = _mm_and_si128(_mm_srli_epi16(codes, 4), nibble);
+            even = _mm_or_si128(even, _mm_shuffle_epi8(low, first));
+            odd = _mm_or_si128(odd, _mm_shuffle_epi8(low, second));
+            high_even = _mm_or_si128(high_even, _mm_shuffle_epi8(third, first));
+            high_odd = _mm_or_si128(high_odd, _mm_shuffle_epi8(third, second));
+        }
+        _mm_storeu_si128((__m128i *)(out->qs + 32 * half + 16 * side), _mm_unpacklo_epi8(even, odd));
+    }
+    _mm_storeu_si128((__m128i *)high, _mm_unpacklo_epi8(high_even, high_odd));
+#else
+    uint8_t low[8][16], third[8][16];
+    for (int group = 0; group < 8; ++group) {
+        const uint8_t *q = quants[2 * group + side];
+        for (int c = 0; c < 16; ++c) {
+            low[group][c] = (uint8_t)((q[c] & 3) << 2 * (group & 3));
+            third[group][c] = (uint8_t)(q[c] >> 2 << group);
+        }
+    }
+    for (int k = 0; k < 16; ++k) {
+        int bits[2] = {0}, top = 0;
+        for (int group = 0; group < 8; ++group) {
+            uint8_t pair = packed[8 * (2 * group + side) + k / 2];
+            int c = k & 1 ? pair >> 4 : pair & 15;
+            bits[group / 4] |= low[group][c];
+            top |= third[group][c];
+        }
+        out->qs[16 * side + k] = (uint8_t)bits[0];
+        out->qs[32 + 16 * side + k] = (uint8_t)bits[1];
+        high[k] = (uint8_t)top;
+    }
+#endif
+}
+
+KQ_INLINE void pack(const uint8_t *packed, const kq_choice *choice, int exponent, uint8_t (*quants)[16],
+                    kq_block_q3_k *out) {
+    uint8_t index[SUBS];
+    out->d = kq_half_from_double(choice->d * kq_pow2(exponent - 128));
+    for (int j = 0; j < SUBS; ++j) index[j] = (uint8_t)((int)choice->scales[j] + 32);
+    for (int i = 0; i < 8; ++i) out->scales[i] = (uint8_t)((index[i] & 15) | index[i + 8] << 4);
+    for (int i = 0; i < 4; ++i) {
+        int low = index[i] >> 4 | index[i + 4] >> 4 << 2, high = index[i + 8] >> 4 | index[i + 12] >> 4 << 2;
+        out->scales[8 + i] = (uint8_t)(low | high << 4);
+    }
+    pack_side(packed, quants, 0, out);
+    pack_side(packed, quants, 1, out);
+}
+
+/* Asks kq_careful; if that knows better, `choice` becomes its answer. */
+KQ_INLINE int reconsider(const kq_row *row, int64_t block, int exponent, kq_choice *choice) {
+    double unit = kq_pow2(exponent - 128);
+    kq_indices indices = {0};
+    indices.d = kq_half_from_double(choice->d * unit);
+    for (int j = 0; j < SUBS; ++j) indices.scales[j] = (int8_t)choice->scales[j];
+    if (!kq_careful(row, block, KQ_TYPE_Q3_K, &indices)) return 0;
+    choice->d = (float)(kq_half_to_double(indices.d) / unit);
+    for (int j = 0; j < SUBS; ++j) choice->scales[j] = indices.scales[j];
+    return 1;
+}
+
+static const kq_trust trust = {0.0125f, 0.006f, 3};
+
+static void encode_row(const kq_row *row) {
+    for (int64_t i = 0; i < row->cols / KQ_SUPER; ++i) {
+        kq_codes codes;
+        kq_fits fits;
+        kq_choice choice;
+        uint8_t quants[SUBS][16] KQ_ALIGNED;
+        read_codes(row, i, &codes);
+        fit_all(&codes, &fits);
+        kq_half_range half = half_range(codes.exponent);
+        search(&fits, half, &choice);
+        float error = round_codes(&codes, &choice, quants);
+        if (doubtful(&codes, row, i, trust, half, choice.d, error, kq_sum16(fits.error)) &&
+            reconsider(row, i, codes.exponent, &choice)) {
+            error = round_codes(&codes, &choice, quants);
+        }
+        tally(row, &codes, half, choice.d, error);
+        pack(row->packed + KQ_SUPER / 2 * i, &choice, codes.exponent, quants, (kq_block_q3_k *)row->out + i);
+    }
+}

@@ -1,0 +1,59 @@
+/* MXFP4 to Q4_K: 256 weights d * scale[j] * q - dmin * min[j], j one of 8 sub-blocks of 32, 6-bit scales and minima,
+ * 0 <= q <= 15. */
+#define SUBS 8
+#define TOP 15
+#define INDEX_TOP 63
+#define CLASSES kq_classes_q4_k
+#define CLASSES_WEIGHTED kq_classes_q4_k_weighted
+#define TRIALS kq_trials_q4_k
+#define TYPE KQ_TYPE_Q4_K
+#include "kq_affine.h"
+
+static const kq_trust trust = {0, 0, 0};
+static const kq_effort effort = {2, 8, 2, 1.03f}, effort_weighted = {4, 16, 4, 1.03f};
+
+/* Quants of two sub-blocks, in the low and the high nibbles of 32 bytes. */
+KQ_INLINE void pack_pair(const uint8_t *packed, const uint8_t *low, const uint8_t *high, uint8_t *out) {
+#if KQ_LANES > 4
+    __m128i nibble = _mm_set1_epi8(15), first = _mm_loadu_si128((const __m128i *)packed);
+    __m128i second = _mm_loadu_si128((const __m128i *)(packed + 16)), table = _mm_load_si128((const __m128i *)low);
+    __m128i shifted = _mm_slli_epi16(_mm_load_si128((const __m128i *)high), 4);
+    __m128i even = _mm_or_si128(_mm_shuffle_epi8(table, _mm_and_si128(first, nibble)),
+                                _mm_shuffle_epi8(shifted, _mm_and_si128(second, nibble)));
+    first = _mm_srli_epi16(first, 4);
+    second = _mm_srli_epi16(second, 4);
+    __m128i odd = _mm_or_si128(_mm_shuffle_epi8(table, _mm_and_si128(first, nibble)),
+                               _mm_shuffle_epi8(shifted, _mm_and_si128(second, nibble)));
+    _mm_storeu_si128((__m128i *)out, _mm_unpacklo_epi8(even, odd));
+    _mm_storeu_si128((__m128i *)(out + 16), _mm_unpackhi_epi8(even, odd));
+#else
+    for (int i = 0; i < 16; ++i) {
+        uint8_t a = packed[i], b = packed[16 + i];
+        out[2 * i] = (uint8_t)(low[a & 15] | high[b & 15] << 4);
+        out[2 * i + 1] = (uint8_t)(low[a >> 4] | high[b >> 4] << 4);
+    }
+#endif
+}
+
+KQ_INLINE void pack(const uint8_t *packed, const kq_choice *choice, int exponent, uint8_t (*quants)[16],
+                    kq_block_q4_k *out) {
+    out->d = kq_half_from_double(choice->d * kq_pow2(exponent - 128));
+    out->dmin = kq_half_from_double(choice->dmin * kq_pow2(exponent - 128));
+    for (int i = 0; i < 4; ++i) {
+        int scale = (int)choice->scales[i], high_scale = (int)choice->scales[i + 4];
+        int min = (int)choice->minima[i], high_min = (int)choice->minima[i + 4];
+        out->scales[i] = (uint8_t)(scale | high_scale >> 4 << 6);
+        out->scales[i + 4] = (uint8_t)(min | high_min >> 4 << 6);
+        out->scales[i + 8] = (uint8_t)((high_scale & 15) | high_min << 4);
+    }
+    for (int i = 0; i < 4; ++i) pack_pair(packed + 32 * i, quants[2 * i], quants[2 * i + 1], out->qs + 32 * i);
+}
+
+static void encode_row(const kq_row *row) {
+    kq_block_q4_k *out = (kq_block_q4_k *)row->out;
+    for (int64_t i = 0; i < row->cols / KQ_SUPER; ++i) {
+        kq_solution found;
+        solve(row, i, row->weights ? effort_weighted : effort, trust, &found);
+        pack(row->packed + KQ_SUPER / 2 * i, &found.choice, found.codes.exponent, found.quants, out + i);
+    }
+}
