@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class FetchingSource(Protocol):
     """A source whose shards take disk while they are in use."""
 
+    def need(self, plan: Plan, output: int | None = None) -> ShardNeed: ...
     def check_disk(self, plan: Plan, directory: Path, output: int | None = None) -> ShardNeed: ...
     def close(self) -> None: ...
 
@@ -71,10 +72,8 @@ def convert(
     def check(plan: Plan) -> None:
         if on_plan:
             on_plan(plan)
-        if dry_run:
-            return
         if isinstance(source, FetchingSource):
-            need = source.check_disk(plan, directory)
+            need = source.need(plan) if dry_run else source.check_disk(plan, directory)
             if on_need:
                 on_need(source, need)
         elif limit is not None and plan.nbytes > limit:

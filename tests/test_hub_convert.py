@@ -121,8 +121,9 @@ def test_max_disk_is_kept_to_the_byte(hub: HubServer, checkpoint: Path, expected
     least = max(p.stat().st_size for p in checkpoint.glob("*.safetensors"))
     limit = meter.output + least
     assert f"{limit:,} bytes needed: {meter.output:,} for the output and {least:,} for shards" in caught.value.message
-    with pytest.raises(OutputError, match="--max-disk"):
-        converted(REPO, tmp_path / "out", max_disk=limit - 1)
+    for dry_run in (True, False):
+        with pytest.raises(OutputError, match="--max-disk"):
+            convert(REPO, quant="MXFP4", outdir=tmp_path / "out", max_disk=limit - 1, dry_run=dry_run)
     assert not (tmp_path / "out").exists()
     assert converted(REPO, tmp_path / "out", max_disk=limit, **meter.flags()) == expected
     assert meter.peak <= limit
@@ -296,6 +297,19 @@ def test_kill_of_the_client_and_the_same_command_finishes(
     ]
     assert resumed is not None and resumed[0] > 0
     assert None not in ranges(hub.requests, "model-00002-of-000012.safetensors")
+
+
+def test_an_interrupt_ends_a_download_at_once(hub: HubServer, checkpoint: Path, tmp_path: Path) -> None:
+    hub.store.add_folder(REPO, checkpoint)
+    hub.fault("/cdn/.*00003-of", "slow", rate=50_000, skip=2)
+    flags = ("convert", REPO, "--quant", "MXFP4", "--outdir", tmp_path / "out")
+    client = start_client(*flags, endpoint=ENDPOINT, cwd=tmp_path)
+    wait_for(lambda: any(p.stat().st_size for p in (tmp_path / "out").glob("*/*00003*.part")))
+    client.send_signal(signal.SIGINT)
+    _, err = client.communicate(timeout=30)
+    assert client.returncode == 130
+    assert err.endswith("error: interrupted\n  the same command continues where it stopped\n")
+    assert [p.name[:11] for p in (tmp_path / "out").glob("*/*.part")] == ["model-00003"]
 
 
 @pytest.fixture

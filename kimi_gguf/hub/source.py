@@ -122,26 +122,36 @@ class HubSource(LocalSource):
             raise InputError(f"{file.path}: has {file.nbytes} bytes, {offset + len(view)} were asked for")
         view[:] = self.repository.transport.read(file.path, offset, offset + len(view), file.nbytes)
 
-    def check_disk(self, plan: Plan, directory: Path, output: int | None = None) -> ShardNeed:
-        """Compare what a conversion into ``directory`` needs with ``--max-disk`` and with what is free, and set the
-        budget of shards from it.
+    def need(self, plan: Plan, output: int | None = None) -> ShardNeed:
+        """What the shards of a plan take on disk.
 
         Args:
             output: most bytes of output on disk at once; all of the plan's by default.
 
         Raises:
-            OutputError: too little; names what is needed.
+            OutputError: more than ``--max-disk`` allows; names what is needed.
         """
         need = shard_need(plan, self, self._cached.keys())
         if self.store.keep:
             need = replace(need, least=need.total, ahead=need.total)
         output = plan.nbytes if output is None else output
-        parts = f"{output:,} for the output and {need.least:,} for shards"
         if self.max_disk is not None and output + need.least > self.max_disk:
             raise OutputError(
-                f"--max-disk {self.max_disk:,} is less than the {output + need.least:,} bytes needed: {parts}",
+                f"--max-disk {self.max_disk:,} is less than the {output + need.least:,} bytes needed: "
+                f"{output:,} for the output and {need.least:,} for shards",
                 f"give --max-disk {_billions(output + need.least)}, or --publish with --as-you-go",
             )
+        return need
+
+    def check_disk(self, plan: Plan, directory: Path, output: int | None = None) -> ShardNeed:
+        """Compare what a conversion into ``directory`` needs with ``--max-disk`` and with what is free, and set the
+        budget of shards from it.
+
+        Raises:
+            OutputError: too little; names what is needed.
+        """
+        need = self.need(plan, output)
+        output = plan.nbytes if output is None else output
         there = sum(self.store.on_disk(file) for file in self._listed)
         shards_at, output_at = existing(self.store.directory), existing(directory)
         free = free_bytes(shards_at) + there
@@ -150,7 +160,8 @@ class HubSource(LocalSource):
             free -= max(output - sum(path.stat().st_blocks * 512 for path in held if path.exists()), 0)
         if need.least > free:
             raise OutputError(
-                f"{shards_at} has room for {max(free, 0):,} bytes of shards; {need.least:,} are needed ({parts})",
+                f"{shards_at} has room for {max(free, 0):,} bytes of shards; {need.least:,} are needed, "
+                f"beside {output:,} for the output in {output_at}",
                 "free some space, or give --download-dir on another filesystem",
             )
         limits = [free] if self.max_disk is None else [free, self.max_disk - output]
