@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_api import SIGNATURE
 from hub_environment import ENDPOINT, free_port
 from hub_samples import REPO, ranges, start_client
-from hub_server import SIGNATURE, TOKEN, HubServer
+from hub_server import TOKEN, HubServer
 from hub_store import HubStore
 
 from convert.domain import Plan, Source

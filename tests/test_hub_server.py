@@ -8,7 +8,8 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from hub_server import SIGNATURE, TOKEN, HubServer
+from hub_api import SIGNATURE
+from hub_server import TOKEN, HubServer
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 from huggingface_hub.errors import (
     GatedRepoError,

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_api import SIGNATURE
 from hub_samples import REPO, SHARD_BYTES, ranges, write_folder
-from hub_server import SIGNATURE, TOKEN, HubServer
+from hub_server import TOKEN, HubServer
 from huggingface_hub import constants, snapshot_download
 
 from kimi_gguf.hub import retry, shard_store, transport
