@@ -9,6 +9,8 @@ import hub_environment
 import pytest
 from hub_server import HubServer
 
+from kimi_gguf.cluster import runtime as llama_runtime
+from kimi_gguf.cluster.runtime import Runtime
 from kimi_gguf.reference.checkpoint_maker import make_sparse_release
 
 
@@ -23,3 +25,17 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
     """An empty Hub at the address that this process's huggingface_hub knows."""
     with HubServer(tmp_path / "hub", hub_environment.PORT).start() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def runtime(pytestconfig: pytest.Config) -> Runtime:
+    """The patched llama.cpp with default options; built first when it is missing, which takes minutes."""
+    reporter = pytestconfig.pluginmanager.getplugin("terminalreporter")
+
+    class Note:
+        def stage(self, name: str) -> None:
+            reporter.write_line(f"llama.cpp runtime is missing: {name} ...")
+
+        def step(self, done: int, total: int) -> None: ...
+
+    return llama_runtime.build(select=False, progress=Note())
