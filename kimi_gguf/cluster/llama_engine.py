@@ -30,12 +30,13 @@ I32Array = npt.NDArray[np.int32]
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 CacheType = Literal["f32", "f16", "bf16", "q8_0"]
 Outputs = Literal["all", "last", "none"]
-Trace = Literal["experts", "selections", "hidden"]
+Trace = Literal["experts", "router", "selections", "hidden"]
 
 # The last of these that a layer has holds the weights that its experts' outputs are multiplied with.
 _WEIGHTS = ("ffn_moe_weights", "ffn_moe_weights_norm", "ffn_moe_weights_scaled")
 _WATCH: dict[str, tuple[str, ...]] = {
     "experts": ("ffn_moe_topk", *_WEIGHTS),
+    "router": ("ffn_moe_probs",),
     "selections": ("indexer_top_k",),
     "hidden": ("l_out",),
 }
@@ -103,6 +104,7 @@ class Decoded:
         logits: F32 [rows, vocabulary]; n rows, one, or none, as asked for.
         experts: per layer I32 [n, used], each token's experts by falling score.
         expert_weights: per layer F32 [n, used], in the same order.
+        router_probs: per layer F32 [n, experts], the router's scores before the selection bias.
         selections: per layer, per token: sorted I32 positions that the indexer selected (itself and earlier ones).
         hidden: per layer F32 [n, d], the residual stream after the layer.
     """
@@ -110,6 +112,7 @@ class Decoded:
     logits: F32Array
     experts: dict[int, I32Array] = field(default_factory=dict)
     expert_weights: dict[int, F32Array] = field(default_factory=dict)
+    router_probs: dict[int, F32Array] = field(default_factory=dict)
     selections: dict[int, list[I32Array]] = field(default_factory=dict)
     hidden: dict[int, F32Array] = field(default_factory=dict)
 
@@ -320,6 +323,8 @@ def _decoded(logits: F32Array, traced: Sequence[tuple[str, Array]], first: int) 
         elif base in _WEIGHTS:
             # In graph order, so a later form replaces an earlier one.
             result.expert_weights[layer] = np.concatenate(pieces, axis=None).reshape(result.experts[layer].shape)
+        elif base == "ffn_moe_probs":
+            result.router_probs[layer] = np.concatenate([np.atleast_2d(p) for p in pieces])
         elif base == "indexer_top_k":
             cells = [row for p in pieces for row in np.atleast_2d(p)]
             result.selections[layer] = [np.sort(row[row <= first + i]) for i, row in enumerate(cells)]

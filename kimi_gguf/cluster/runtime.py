@@ -106,7 +106,7 @@ def build(
     target = home / runtime_key(upstream, options)
     runtime = None if force else _installed(target)
     if runtime is None:
-        progress = progress or Silent()
+        progress = Silent() if progress is None else progress
         home.mkdir(parents=True, exist_ok=True)
         with build_lock(home, progress):
             # Another process may have built it while this one waited.

@@ -11,7 +11,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from kimi_gguf.cluster.upstream import PATCH_FOLDER, Upstream
+from kimi_gguf.cluster.upstream import Upstream
 from quant.errors import InputError, UsageError
 
 # Large, and no part of any target.
@@ -90,7 +90,7 @@ def apply_patches(upstream: Upstream, source: Path, log: Path) -> None:
         InputError: a patch does not apply; names it.
     """
     for patch in upstream.patches:
-        command = _patch_command(PATCH_FOLDER / patch.name)
+        command = _patch_command(patch.path)
         # git would otherwise look for a repository around the cache folder and skip files outside of it.
         env = os.environ | {"GIT_CEILING_DIRECTORIES": str(source.parent)}
         with log.open("ab") as output:

@@ -15,11 +15,15 @@ PATCH_FOLDER = Path(__file__).parents[2] / "runtime_patches"
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One patch of the series: file name, and the first line of its header."""
+    """One patch of the series: its file, the first line of its header, its content."""
 
-    name: str
+    path: Path
     title: str
     data: bytes
+
+    @property
+    def name(self) -> str:
+        return self.path.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,4 +87,4 @@ def load_upstream(folder: Path = PATCH_FOLDER) -> Upstream:
 
 def _patch(path: Path) -> Patch:
     data = path.read_bytes()
-    return Patch(path.name, data.decode(errors="replace").partition("\n")[0], data)
+    return Patch(path, data.decode(errors="replace").partition("\n")[0], data)
