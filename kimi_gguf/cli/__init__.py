@@ -26,6 +26,7 @@ VERBS = {
     "inspect": "Show what a GGUF file or set holds, and check its structure.",
     "eval": "Compare a model with a baseline: routing, perplexity, KL divergence; or record a baseline.",
     "imatrix": "Make an importance matrix, one layer at a time on one machine.",
+    "verify": "Trace every tensor of a GGUF to its checkpoint, and compare the values.",
     "demo": "Make a tiny K3.1 checkpoint, convert it to Q4_K_M, inspect the result.",
     "runtime": "Build the patched llama.cpp that runs the models, or show what is built.",
 }
