@@ -24,7 +24,7 @@ def walked(plan: Plan, source: Source, present: Sequence[int]) -> ShardNeed:
     groups = []
     for unit in UnitTable([t.spec for t in plan.tensors]):
         names = source_names(plan.tensors[unit.tensor].spec, unit.row_begin, unit.row_end)
-        groups.append({source.tensors[name].shard for name in names} - {None})
+        groups.append({source.tensors[name].shard for name in names})
     order = sorted(set().union(*groups))
     last = {shard: max(max(group) for group in groups if shard in group) for shard in order}
     size = {shard: 0 if shard in present else source.shards[shard].nbytes for shard in order}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from hub_store import HubStore
 
 from convert.domain import Plan, Source
 from kimi_gguf import convert, inspect, plan
+from kimi_gguf.cli import run
 from kimi_gguf.hub import retry
 from kimi_gguf.hub.budget import ShardNeed
 from kimi_gguf.reference.checkpoint_maker import TinyShape, make_checkpoint
@@ -266,6 +268,27 @@ def test_without_src_the_released_model_is_fetched_only_with_yes(
     assert client.returncode == 0, err
     assert "of shards to fetch" in err and "MXFP4" in err
     assert (tmp_path / NAME).read_bytes() == expected
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("\n", 1), ("n\n", 1), ("", 1)])
+def test_on_a_terminal_the_fetch_is_asked_about_and_no_is_the_default(
+    hub: HubServer,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    answer: str,
+    code: int,
+) -> None:
+    hub.store.add_folder("moonshotai/Kimi-K3.1-Pro", checkpoint)
+    monkeypatch.chdir(tmp_path)
+    stdin = io.StringIO(answer)
+    monkeypatch.setattr(stdin, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert run(["convert", "--quant", "MXFP4"]) == code
+    err = capsys.readouterr().err
+    assert err.index("MXFP4") < err.index("Fetch moonshotai/Kimi-K3.1-Pro shard by shard, and convert it? [y/N]")
+    assert (tmp_path / NAME).exists() == (code == 0)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
