@@ -32,6 +32,7 @@ Open = Callable[..., HubSource]
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "FIRST_WAIT", 0.002)
     monkeypatch.setattr(transport, "TRIES", 4)
+    monkeypatch.setattr(transport, "PATIENT_TRIES", 4)
 
 
 @pytest.fixture
@@ -272,7 +273,7 @@ def test_silence_is_a_timeout(hub: HubServer, opened: Open, monkeypatch: pytest.
 
 
 def test_no_hub_at_the_address(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="failed 5 times in a row, at last: connect error"):
+    with pytest.raises(InputError, match="failed 6 times in a row, at last: connect error"):
         open_hub_source(HubAddress(REPO), download_dir=tmp_path / "shards")
 
 

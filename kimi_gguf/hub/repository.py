@@ -17,11 +17,10 @@ from convert.version import VERSION
 from kimi_gguf.hub.address import HubAddress
 from kimi_gguf.hub.faults import Transient, refusal, transport_fault
 from kimi_gguf.hub.retry import Note, Patience
-from kimi_gguf.hub.transport import Transport, check_status, silent
+from kimi_gguf.hub.transport import TRIES, Transport, check_status, silent
 from quant.errors import InputError
 
 WHOLE_TRIES = 3
-_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ def open_repository(address: HubAddress, *, stop: Event | None = None, note: Not
         InputError: there is none, it may not be read, the revision is unknown, or the Hub cannot be reached.
     """
     stop = stop or Event()
-    patience = Patience(address.repo, _TRIES, stop, note)
+    patience = Patience(address.repo, TRIES, stop, note)
     api = HfApi(library_name="kimi-gguf", library_version=VERSION)
     while True:
         try:

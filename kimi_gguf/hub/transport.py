@@ -25,7 +25,9 @@ from kimi_gguf.hub.faults import Transient, refusal, transport_fault
 from kimi_gguf.hub.retry import Note, Patience, Stopped, asked_wait
 from quant.errors import InputError
 
-TRIES = 8
+TRIES = 6
+# A long job outlives a Hub that is away for ten minutes.
+PATIENT_TRIES = 16
 CONNECTIONS = 8
 SEGMENT_BYTES = 8 << 20
 _REDIRECTS = 5
@@ -70,7 +72,7 @@ class Transport:
         Raises:
             InputError: the Hub refuses, or fails too often.
         """
-        return bytes(self._segment(path, begin, end, size))
+        return bytes(self._segment(path, begin, end, size, TRIES))
 
     def copy(self, path: str, begin: int, end: int, size: int, sink: Sink) -> None:
         """Hand bytes [begin, end) of a file to ``sink`` in order, from the calling thread.
@@ -83,7 +85,7 @@ class Transport:
             Stopped: called off.
         """
         if end - begin <= SEGMENT_BYTES:
-            self._copy(path, begin, end, size, sink)
+            self._copy(path, begin, end, size, PATIENT_TRIES, sink)
             return
         with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="fetch") as pool:
             coming: deque[Future[bytearray]] = deque()
@@ -91,7 +93,8 @@ class Transport:
                 for at in range(begin, end, SEGMENT_BYTES):
                     if len(coming) == CONNECTIONS:
                         sink(coming.popleft().result())
-                    coming.append(pool.submit(self._segment, path, at, min(at + SEGMENT_BYTES, end), size))
+                    stop = min(at + SEGMENT_BYTES, end)
+                    coming.append(pool.submit(self._segment, path, at, stop, size, PATIENT_TRIES))
                 while coming:
                     sink(coming.popleft().result())
             except BaseException:
@@ -99,14 +102,14 @@ class Transport:
                     segment.cancel()
                 raise
 
-    def _segment(self, path: str, begin: int, end: int, size: int) -> bytearray:
+    def _segment(self, path: str, begin: int, end: int, size: int, tries: int) -> bytearray:
         data = bytearray()
-        self._copy(path, begin, end, size, data.extend)
+        self._copy(path, begin, end, size, tries, data.extend)
         return data
 
-    def _copy(self, path: str, begin: int, end: int, size: int, sink: Sink) -> None:
+    def _copy(self, path: str, begin: int, end: int, size: int, tries: int, sink: Sink) -> None:
         """``copy`` over one connection."""
-        patience = Patience(f"{self.repo}/{path}", TRIES, self.stop, self.note)
+        patience = Patience(f"{self.repo}/{path}", tries, self.stop, self.note)
         at = begin
         while at < end:
             try:
