@@ -8,13 +8,14 @@ from typing import Any
 
 import click
 
+from convert.disk import disk_faults
 from kimi_gguf.cli.options import console_for, output_options, stream_options
 from kimi_gguf.verify.bars import Bars
 from kimi_gguf.verify.evaluation import DEFAULT_CONTEXT, RecordResult, evaluate, record
 from kimi_gguf.verify.html import page
 from kimi_gguf.verify.report import report_text
 from kimi_gguf.verify.trace_format import DEFAULT_TOP
-from quant.errors import BelowBar
+from quant.errors import BelowBar, UsageError
 
 _BARS = {
     "min_routing": "Least share of tokens that reach the same set of experts, 0 to 1.",
@@ -38,6 +39,13 @@ class _Eval(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, args if args[:1] == ["record"] else ["model", *args])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, found, rest = super().resolve_command(ctx, args)
+        # Help and messages call it what the user calls it: eval.
+        return ("" if name == "model" else name), found, rest
 
 
 @click.group(cls=_Eval, name="eval")
@@ -71,12 +79,14 @@ def evaluate_command(
     """
     console = console_for(as_json, quiet)
     bars = Bars(**{name: flags.pop(name) for name in _BARS})
+    for path in (report, html):
+        _check_folder(path)
     with console.stages() as progress:
         found = evaluate(model, rpc=_endpoints(rpc), bars=bars, progress=progress, note=console.note, **flags)
     if report is not None:
-        Path(report).write_text(json.dumps(found.to_dict(), indent=1) + "\n")
+        _write(Path(report), json.dumps(found.to_dict(), indent=1) + "\n")
     if html is not None:
-        Path(html).write_text(page(found))
+        _write(Path(html), page(found))
     console.result(found.to_dict(), report_text(found), quiet=_essence(found.to_dict()))
     console.warnings((*found.flags, *(f"below the bar: {sentence}" for sentence in found.below_bar)))
     return BelowBar.exit_code if found.below_bar else 0
@@ -103,9 +113,21 @@ def evaluate_command(
 def record_command(base: str, as_json: bool, quiet: bool, rpc: str | None, **flags: Any) -> None:
     """Run the baseline BASE once and keep what comparisons need."""
     console = console_for(as_json, quiet)
+    _check_folder(flags["outfile"])
     with console.stages() as progress:
         result = record(base, rpc=_endpoints(rpc), progress=progress, note=console.note, **flags)
     console.result(result.to_dict(), _record_text(result), quiet=str(result.path))
+
+
+def _check_folder(path: str | None) -> None:
+    """What cannot be written in the end is refused at the beginning."""
+    if path is not None and not Path(path).parent.is_dir():
+        raise UsageError(f"there is no folder {Path(path).parent}", "make it first, or name another place")
+
+
+def _write(path: Path, text: str) -> None:
+    with disk_faults(path):
+        path.write_text(text, encoding="utf-8")
 
 
 def _endpoints(rpc: str | None) -> list[str]:

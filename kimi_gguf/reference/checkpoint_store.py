@@ -61,6 +61,12 @@ class CheckpointStore(CheckpointNamedStore):
     def stored(self) -> Iterable[tuple[str, int]]:
         return ((name, tensor.nbytes) for name, tensor in self.source.tensors.items())
 
+    def close(self) -> None:
+        """Closes shards that the source keeps open, where it does."""
+        close = getattr(self.source, "close", None)
+        if close is not None:
+            close()
+
     def expert(self, layer: int, expert: int) -> MlpWeights:
         prefix = expert_prefix(layer, expert)
         gate, up, down = (self.tensor(f"{prefix}{part}.weight") for part in ("w1", "w3", "w2"))

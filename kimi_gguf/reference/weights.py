@@ -78,6 +78,10 @@ class WeightStore(Protocol):
         """Names of the stored tensors and their bytes on disk."""
         ...
 
+    def close(self) -> None:
+        """Close the files; nothing can be read after this."""
+        ...
+
 
 def expert_prefix(layer: int, expert: int) -> str:
     """Checkpoint name of a routed expert up to ``w1``, ``w2`` or ``w3``."""
@@ -218,6 +222,9 @@ class CheckpointNamedStore(ABC):
 
     def stored(self) -> Iterable[tuple[str, int]]:
         return ()
+
+    def close(self) -> None:
+        return
 
     def _output_name(self) -> str:
         return f"{ROOT}embed_tokens.weight" if self.config.tie_embeddings else OUTPUT

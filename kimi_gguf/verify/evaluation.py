@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -125,36 +126,29 @@ def evaluate(
     """
     begin = time.monotonic()
     _check_engine(engine, rpc, teacher_forced)
-    trace = TraceReader(Path(baseline)) if is_trace(Path(baseline)) else None
-    if trace is not None:
-        if teacher_forced:
-            raise UsageError(f"--teacher-forced {LIVE_ONLY['teacher_forced']}", "name a model as --baseline")
-        preset = _check_trace(trace, engine, preset)
-        tokens = trace.header.tokens if tokens is None else tokens
-        context = trace.header.context if context is None else context
-    opened = open_model(Path(model))
-    seen = _read_tokens(opened, Path(text), context or DEFAULT_CONTEXT, tokens)
-    run = _run(engine, rpc, memory, device, scratch, resume, preset or "official", progress, note)
-    if trace is not None:
-        trace.check_tokens(seen)
-        base = trace.header.model
-        comparison = Comparison(seen, base, opened.identity)
-        settings = run([opened], seen, CompareWithTrace(comparison, trace, seen))
-    else:
-        other = open_model(Path(baseline))
-        if other.vocabulary.digest != opened.vocabulary.digest:
-            raise InputError(
-                f"{other.identity.label} and {opened.identity.label} have different vocabularies",
-                "compare a GGUF with the checkpoint that it was made from",
-            )
-        base = other.identity
-        comparison = Comparison(seen, base, opened.identity)
+    with ExitStack() as stack:
+        trace = stack.enter_context(TraceReader(Path(baseline))) if is_trace(Path(baseline)) else None
+        if trace is not None:
+            preset = _check_trace(trace, engine, preset, teacher_forced)
+            tokens = trace.header.tokens if tokens is None else tokens
+            context = trace.header.context if context is None else context
+        opened = stack.enter_context(open_model(Path(model)))
+        seen = _read_tokens(opened, Path(text), context or DEFAULT_CONTEXT, tokens)
+        run = _run(engine, rpc, memory, device, scratch, resume, preset or "official", progress, note)
         run = replace(run, settings=replace(run.settings, teacher_forced=teacher_forced))
-        settings = run([other, opened], seen, Compare(comparison))
+        if trace is not None:
+            trace.check_tokens(seen)
+            comparison = Comparison(seen, trace.header.model, opened.identity)
+            settings = run([opened], seen, CompareWithTrace(comparison, trace, seen))
+        else:
+            other = stack.enter_context(open_model(Path(baseline)))
+            _check_vocabularies(other, opened)
+            comparison = Comparison(seen, other.identity, opened.identity)
+            settings = run([other, opened], seen, Compare(comparison))
     report = EvalReport(
         engine=engine,
-        model=opened.identity,
-        baseline=base,
+        model=comparison.model,
+        baseline=comparison.base,
         baseline_kind="live" if trace is None else "trace",
         text_name=seen.text_name,
         text_sha256=seen.text_sha256,
@@ -209,14 +203,14 @@ def record(
     _check_engine(engine, rpc, False)
     if top < 1:
         raise UsageError(f"--top {top}: at least one token must be kept")
-    opened = open_model(Path(base))
-    seen = _read_tokens(opened, Path(text), context, tokens)
-    run = _run(engine, rpc, memory, device, scratch, resume, preset, progress, note)
-    header = trace_header(engine, preset, opened.identity, seen, top)
-    note(f"the trace takes {header.token_bytes:,} bytes per token, {header.tokens * header.token_bytes:,} in all")
-    writer = TraceWriter(Path(outfile), header, seen, resume=resume)
-    run([opened], seen, Record(writer))
-    path = writer.finish()
+    with open_model(Path(base)) as opened:
+        seen = _read_tokens(opened, Path(text), context, tokens)
+        run = _run(engine, rpc, memory, device, scratch, resume, preset, progress, note)
+        header = trace_header(engine, preset, opened.identity, seen, top)
+        note(f"the trace takes {header.token_bytes:,} bytes per token, {header.tokens * header.token_bytes:,} in all")
+        writer = TraceWriter(Path(outfile), header, seen, resume=resume)
+        run([opened], seen, Record(writer))
+        path = writer.finish()
     return RecordResult(
         path=path,
         nbytes=path.stat().st_size,
@@ -262,8 +256,19 @@ def _check_engine(engine: str, rpc: Sequence[str], teacher_forced: bool) -> None
         raise UsageError("--teacher-forced needs --engine stream", "llama.cpp cannot be given hidden states")
 
 
-def _check_trace(trace: TraceReader, engine: str, preset: str | None) -> str:
+def _check_vocabularies(base: OpenModel, model: OpenModel) -> None:
+    if base.vocabulary.digest != model.vocabulary.digest:
+        raise InputError(
+            f"{base.identity.label} and {model.identity.label} have different vocabularies",
+            "compare a GGUF with the checkpoint that it was made from",
+        )
+
+
+def _check_trace(trace: TraceReader, engine: str, preset: str | None, teacher_forced: bool) -> str:
+    """The preset that the trace was recorded with."""
     header = trace.header
+    if teacher_forced:
+        raise UsageError(f"--teacher-forced {LIVE_ONLY['teacher_forced']}", "name a model as --baseline")
     if header.engine != engine:
         raise UsageError(
             f"{trace.path} was recorded with the {header.engine} engine; figures of two engines do not compare",

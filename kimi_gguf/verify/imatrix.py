@@ -100,9 +100,6 @@ def imatrix(
         raise UsageError(f"there is no folder {target.parent}", "make it first, or name another place with -o")
     # What could not be merged in the end is refused at the beginning.
     others = [(Path(path), importance.read_sums(Path(path))) for path in in_file]
-    model = open_model(Path(src))
-    seen = read_tokens(Path(text), model.vocabulary, model.store.config.vocab_size, context=context, tokens=tokens)
-    collector = importance.Collector(model.store.config.moe.experts)
     settings = StreamSettings(
         memory=parse_size(memory),
         device=device,
@@ -114,7 +111,11 @@ def imatrix(
         progress=progress or NoProgress(),
         note=note,
     )
-    kept = run_stream([model], seen, collector, settings, tap=collector)
+    with open_model(Path(src)) as model:
+        config = model.store.config
+        seen = read_tokens(Path(text), model.vocabulary, config.vocab_size, context=context, tokens=tokens)
+        collector = importance.Collector(config.moe.experts)
+        kept = run_stream([model], seen, collector, settings, tap=collector)
     sums = collector.collected()
     datasets, chunks = [seen.text_name], seen.chunks
     for path, (theirs, names, theirs_chunks, size) in others:

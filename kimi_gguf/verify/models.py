@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from convert.config import ModelConfig
 from convert.domain import Source
@@ -31,6 +32,12 @@ class OpenModel:
     identity: ModelIdentity
     vocabulary: Vocabulary
     stamp: str
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.store.close()
 
 
 def open_model(path: Path) -> OpenModel:

@@ -12,7 +12,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -253,8 +253,10 @@ class TraceReader:
         except ValueError as error:
             raise InputError(f"{self.path}, chunk {place.chunk}: {error}", "record the trace again") from None
 
-    def close(self) -> None:
-        """Close the file."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         os.close(self._descriptor)
 
     def _read(self, offset: int, rows: int, width: int) -> npt.NDArray[np.uint8]:
