@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from kimi_gguf.api import convert, inspect, plan
     from kimi_gguf.verify.evaluation import evaluate, record
     from kimi_gguf.verify.imatrix import imatrix
+    from kimi_gguf.verify.payload import verify_model
 
-__all__ = ["__version__", "convert", "evaluate", "imatrix", "inspect", "plan", "record"]
+__all__ = ["__version__", "convert", "evaluate", "imatrix", "inspect", "plan", "record", "verify_model"]
 
 _HOMES = {
     "convert": "kimi_gguf.api",
@@ -25,6 +26,7 @@ _HOMES = {
     "evaluate": "kimi_gguf.verify.evaluation",
     "record": "kimi_gguf.verify.evaluation",
     "imatrix": "kimi_gguf.verify.imatrix",
+    "verify_model": "kimi_gguf.verify.payload",
 }
 
 

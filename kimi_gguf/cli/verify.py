@@ -7,7 +7,6 @@ from typing import Any
 import click
 
 from kimi_gguf.cli.options import console_for, output_options
-from kimi_gguf.console_steps import StageBar
 from kimi_gguf.verify.payload import verify_model
 from kimi_gguf.verify.verify_text import verdict_line, verify_text
 from quant.errors import BelowBar
@@ -35,7 +34,7 @@ def command(model: str, as_json: bool, quiet: bool, **flags: Any) -> int:
     Exits with 3 when anything is wrong, with 1 when a side cannot be read.
     """
     console = console_for(as_json, quiet)
-    with StageBar(console) as progress:
+    with console.stages() as progress:
         report = verify_model(model, progress=progress, **flags)
     console.warnings(report.warnings)
     console.result(report.to_dict(), verify_text(report), quiet=verdict_line(report))
