@@ -23,6 +23,7 @@ class FetchingSource(Protocol):
 
     def need(self, plan: Plan, output: int | None = None) -> ShardNeed: ...
     def check_disk(self, plan: Plan, directory: Path, output: int | None = None) -> ShardNeed: ...
+    def finished(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -83,7 +84,10 @@ def convert(
             )
 
     try:
-        return pipeline.convert(source, outfile=outfile, outdir=outdir, dry_run=dry_run, on_plan=check, **flags)
+        result = pipeline.convert(source, outfile=outfile, outdir=outdir, dry_run=dry_run, on_plan=check, **flags)
+        if not dry_run and isinstance(source, FetchingSource):
+            source.finished()
+        return result
     finally:
         if source is not src and isinstance(source, LocalSource):
             source.close()

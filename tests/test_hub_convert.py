@@ -24,6 +24,7 @@ from kimi_gguf import convert, inspect, plan
 from kimi_gguf.cli import run
 from kimi_gguf.hub import retry
 from kimi_gguf.hub.budget import ShardNeed
+from kimi_gguf.hub.shard_store import MARKER
 from kimi_gguf.reference.checkpoint_maker import TinyShape, make_checkpoint
 from quant.errors import InputError, OutputError, UsageError
 
@@ -179,10 +180,16 @@ def test_shards_that_are_consumed_are_not_fetched_again(
     hub.store.add_folder(REPO, checkpoint)
     with pytest.raises(PowerCut):
         converted(REPO, tmp_path / "out", progress=Fragile(120))
+    # As a kill between the journal's entry and the removal leaves it.
+    left = tmp_path / "out" / "Kimi-Tiny.shards" / "model-00001-of-000012.safetensors"
+    left.parent.mkdir(exist_ok=True)
+    (left.parent / MARKER).touch()
+    left.write_bytes((checkpoint / left.name).read_bytes())
     hub.requests.clear()
     progress = Fragile(0)
     assert converted(REPO, tmp_path / "out", progress=progress) == expected
     assert progress.resumed > 0
+    assert not left.parent.exists()
     whole = [name for name in hub.store.resolve(REPO, "main")[1] if None in ranges(hub.requests, name)]
     assert 0 < len([name for name in whole if name.endswith(".safetensors")]) < 9
 

@@ -388,9 +388,11 @@ def test_shards_that_are_kept_stay_and_are_not_fetched_again(hub: HubServer, ope
     assert stored(tmp_path / "shards") == [FIRST]
     hub.requests.clear()
     again = opened()
+    assert again.store.keep
     hub.requests.clear()
     again.acquire(0)
     again.release(0)
+    again.finished()
     assert ranges(hub.requests, FIRST) == []
     assert stored(tmp_path / "shards") == [FIRST]
 

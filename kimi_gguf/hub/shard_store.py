@@ -34,13 +34,13 @@ class ShardStore:
     Args:
         repository: where they come from.
         directory: an empty or new folder, or that of an earlier run.
-        keep: shards stay after use, in this run and in later ones.
+        keep: shards stay after use, in this run and in later ones; so they do in a folder of an earlier run that kept.
         fetched: told the number of bytes that came.
     """
 
     def __init__(self, repository: Repository, directory: Path, *, keep: bool, fetched: Advance) -> None:
         self.directory = directory
-        self.keep = keep
+        self.keep = keep or bool(_read_marker(directory / MARKER).get("keep"))
         self.fetched = fetched
         self._repository = repository
         self._lock: int | None = None
@@ -71,35 +71,43 @@ class ShardStore:
                     f"{self.directory} holds other files; shards are fetched into a folder of their own, and removed",
                     "give --download-dir with a new or empty folder",
                 )
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(marker, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            lock = self._locked(marker)
         try:
-            self._claim(self._lock, marker)
+            self._claim(lock, marker)
         except BaseException:
-            os.close(self._lock)
-            self._lock = None
+            os.close(lock)
             raise
+        self._lock = lock
 
-    def _claim(self, descriptor: int, marker: Path) -> None:
+    def _locked(self, marker: Path) -> int:
+        while True:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            lock = os.open(marker, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                raise OutputError(
+                    f"another process fetches shards into {self.directory}",
+                    "wait for it to end, or give --download-dir with another folder",
+                ) from None
+            # The holder of the lock may have removed marker and folder between open and flock.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), marker.stat()):
+                    return lock
+            os.close(lock)
+
+    def _claim(self, lock: int, marker: Path) -> None:
         repo = self._repository.address.repo
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutputError(
-                f"another process fetches shards into {self.directory}",
-                "wait for it to end, or give --download-dir with another folder",
-            ) from None
+        held = _read_marker(marker)
+        if held and held.get("repo") != repo:
+            raise UsageError(
+                f"{self.directory} holds shards of {held.get('repo')}, not of {repo}",
+                "give --download-dir with another folder",
+            )
         with disk_faults(marker):
-            held = _parse(os.pread(descriptor, 1 << 16, 0))
-            if held and held.get("repo") != repo:
-                raise UsageError(
-                    f"{self.directory} holds shards of {held.get('repo')}, not of {repo}",
-                    "give --download-dir with another folder",
-                )
-            self.keep = self.keep or bool(held.get("keep"))
-            data = json.dumps({"repo": repo, "keep": self.keep}).encode()
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, data, 0)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, json.dumps({"repo": repo, "keep": self.keep}).encode(), 0)
         current = {self.part(file).name for file in self._repository.files.values()}
         for path in self.directory.rglob("*.part"):
             if _PART.search(path.name) and path.name not in current:
@@ -129,10 +137,19 @@ class ShardStore:
         raise wrong_bytes(self._repository.address.repo, file, found)
 
     def remove(self, file: HubFile) -> None:
-        """Remove a shard, unless shards are kept."""
-        if not self.keep:
-            with disk_faults(self.path(file)):
-                self.path(file).unlink(missing_ok=True)
+        """Remove a shard, or a part of it, unless shards are kept."""
+        if not self.keep and self._lock is not None:
+            for path in (self.path(file), self.part(file)):
+                with disk_faults(path):
+                    path.unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Remove what a run that was killed has left behind, unless shards are kept; nobody else's."""
+        with suppress(OutputError, UsageError):
+            if (self.directory / MARKER).exists():
+                self.open()
+                for file in self._repository.files.values():
+                    self.remove(file)
 
     def close(self) -> None:
         """Give up the lock; a folder with nothing in it is removed."""
@@ -201,9 +218,9 @@ def _feed(path: Path, digest: object, advance: Advance) -> None:
             advance(count)
 
 
-def _parse(data: bytes) -> dict[str, object]:
+def _read_marker(marker: Path) -> dict[str, object]:
     try:
-        held = json.loads(data or b"{}")
-    except ValueError:
+        held = json.loads(marker.read_bytes())
+    except (OSError, ValueError):
         return {}
     return held if isinstance(held, dict) else {}

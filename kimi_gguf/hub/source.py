@@ -91,6 +91,11 @@ class HubSource(LocalSource):
         with self._busy:
             if shard not in self._cached and shard not in self._here:
                 file = self._listed[shard]
+                self.store.open()
+                # Shards come in order: an earlier one that nobody holds is what a run that was killed left behind.
+                for earlier in range(shard):
+                    if earlier not in self._here:
+                        self.store.remove(self._listed[earlier])
                 self.budget.take(file.nbytes)
                 path = self.store.fetch(file)
                 found, planned = header_sha256(path), self.shards[shard].header_sha256
@@ -167,6 +172,10 @@ class HubSource(LocalSource):
         limits = [free] if self.max_disk is None else [free, self.max_disk - output]
         self.budget.limit = min(limits)
         return need
+
+    def finished(self) -> None:
+        """The conversion is done: nothing that was fetched is needed any more."""
+        self.store.clear()
 
     def close(self) -> None:
         """Call off what is under way, close the shards, and give up the folder; what is half fetched stays."""
