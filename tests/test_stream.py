@@ -26,7 +26,7 @@ from kimi_gguf.verify.models import OpenModel, open_model
 from kimi_gguf.verify.observations import FullLogits, LayerObservation, Place, TokenSet
 from kimi_gguf.verify.stream import StreamSettings, run_stream
 from kimi_gguf.verify.stream_plan import MemoryPlan, plan_memory, run_bytes, run_flops
-from quant.errors import InputError, KimiGgufError, UsageError
+from quant.errors import InputError, KimiGgufError, OutputError, UsageError
 from quant.gguf_parser import parse_gguf
 
 
@@ -176,12 +176,13 @@ def test_resumes_after_any_layer(
 def test_a_run_of_something_else_is_not_resumed(pair: tuple[Path, Path], tmp_path: Path) -> None:
     model = open_model(pair[0])
     tokens = tokens_of(model, pair[1])
-    folder = stream._open_folder(
-        [model], tokens, plan_memory(model.store.config, tokens, 20 * 10**9, lanes=1, on_disk=True),
-        StreamSettings(scratch=tmp_path), False,
-    ).folder  # fmt: skip
-    assert folder is not None
-    (folder / "kimi-gguf-run").write_text("another")
+    plan = plan_memory(model.store.config, tokens, 20 * 10**9, lanes=1, on_disk=True)
+    held = stream._open_folder([model], tokens, plan, StreamSettings(scratch=tmp_path), False)
+    with pytest.raises(OutputError, match="another process works in"):
+        run_stream([model], tokens, Everything(), StreamSettings(scratch=tmp_path))
+    held.close()
+    assert held.folder is not None
+    (held.folder / "kimi-gguf-run").write_text("another")
     with pytest.raises(InputError, match="holds a run of other models"):
         run_stream([model], tokens, Everything(), StreamSettings(scratch=tmp_path, resume=True))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,14 +97,20 @@ def run_stream(
     expected = forecast([model.store for model in models], tokens, plan, device)
     settings.note(expected.sentence())
     folder = _open_folder(models, tokens, plan, settings, tap is not None)
-    lanes = [
-        Lane(f"m{i}", model.store, tokens, folder, plan, settings.options, device, tap)
-        for i, model in enumerate(models)
-    ]
-    listener.attach(folder.folder)
-    _Driver(lanes, tokens, listener, settings, folder, plan).run()
-    listener.finish()
-    folder.remove()
+    try:
+        lanes = [
+            Lane(f"m{i}", model.store, tokens, folder, plan, settings.options, device, tap)
+            for i, model in enumerate(models)
+        ]
+        listener.attach(folder.folder)
+        _Driver(lanes, tokens, listener, settings, folder, plan).run()
+        listener.finish()
+        folder.remove()
+    finally:
+        folder.close()
+    if settings.scratch is None and folder.folder is not None:
+        with suppress(OSError):
+            folder.folder.parent.rmdir()
     return {
         "device": settings.device,
         "memory": settings.memory,

@@ -5,6 +5,7 @@ Files are read and written with explicit calls instead of a memory map, so that 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -110,36 +111,46 @@ class StateFolder:
         needed: bytes that the run will write at most.
 
     Raises:
-        OutputError: the disk has less room than that, or the folder holds files of others.
+        OutputError: the disk has less room than that, the folder holds files of others, or another process uses it.
         InputError: ``resume``, and the folder holds another run.
     """
 
     def __init__(self, folder: Path | None, key: str, *, resume: bool, needed: int) -> None:
         self.folder = folder
         self._saved: dict[str, Array] = {}
+        self._rows: list[Rows] = []
+        self._lock: int | None = None
         if folder is None:
             return
-        if folder.exists() and any(folder.iterdir()):
-            if not (folder / MARK).exists():
-                raise OutputError(f"{folder} holds other files", "name an empty folder with --scratch DIR")
-            if resume:
+        is_new = not folder.exists() or not any(folder.iterdir())
+        if not is_new and not (folder / MARK).exists():
+            raise OutputError(f"{folder} holds other files", "name an empty folder with --scratch DIR")
+        with disk_faults(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(folder / MARK)
+        try:
+            if resume and not is_new:
                 self._check_key(key)
                 self._saved = self._load()
             else:
-                self.remove()
-        with disk_faults(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+                self._empty()
             (folder / MARK).write_text(key)
-        free = free_bytes(folder) + sum(allocated_bytes(p) for p in folder.iterdir())
-        if free < needed:
-            raise OutputError(
-                f"{folder}: hidden states may take {needed:,} bytes, {free:,} are free",
-                "name a roomier folder with --scratch DIR, or run fewer --tokens",
-            )
+            free = free_bytes(folder) + sum(allocated_bytes(path) for path in folder.iterdir())
+            if free < needed:
+                raise OutputError(
+                    f"{folder}: hidden states may take {needed:,} bytes, {free:,} are free",
+                    "name a roomier folder with --scratch DIR, or run fewer --tokens",
+                )
+        except BaseException:
+            self.close()
+            raise
 
     def rows(self, name: str, count: int, width: int, dtype: Any = np.float32) -> Rows:
         """The array called ``name``, new or as an earlier run left it."""
-        return Rows(count, width, dtype, None if self.folder is None else self.folder / name)
+        made = Rows(count, width, dtype, None if self.folder is None else self.folder / name)
+        if self.folder is not None:
+            self._rows.append(made)
+        return made
 
     @property
     def journal(self) -> dict[str, Any]:
@@ -172,8 +183,24 @@ class StateFolder:
 
     def remove(self) -> None:
         """Delete the folder and all it holds."""
+        self.close()
         if self.folder is not None and self.folder.exists():
             shutil.rmtree(self.folder)
+
+    def close(self) -> None:
+        """Close all files, and let others use the folder."""
+        for rows in self._rows:
+            rows.close()
+        self._rows = []
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _empty(self) -> None:
+        assert self.folder is not None
+        for path in self.folder.iterdir():
+            if path.name != MARK:
+                path.unlink()
 
     def _check_key(self, key: str) -> None:
         assert self.folder is not None
@@ -193,3 +220,14 @@ class StateFolder:
                 return {name: saved[name] for name in saved.files}
         except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise InputError(f"{path}: {error}", "start anew without --resume") from None
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that holds the lock of ``path``; the operating system drops it when this process ends."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise OutputError(f"another process works in {path.parent}", "wait for it to end") from None
+    return descriptor
