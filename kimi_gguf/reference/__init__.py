@@ -3,7 +3,7 @@
 The model, a module per block: ``conv``, ``kda``, ``mla``, ``indexer``, ``attn_res``, ``moe``, ``situ``; ``layer`` puts
 them together, ``model`` runs all layers. Weights come from a ``WeightStore`` (``weights``): ``stores.open_store`` opens
 a checkpoint folder or a GGUF of any tensor type. ``options`` holds the conventions in which implementations differ.
-``tokenizer`` reads and trains tiktoken vocabularies. The ``checkpoint_*`` modules but ``checkpoint_store`` need no torch.
+``tokenizer`` reads and trains tiktoken vocabularies. Of ``checkpoint_*`` only ``checkpoint_store`` needs torch.
 
 Example:
     >>> from pathlib import Path
