@@ -15,6 +15,7 @@ from runtime_support import EXACT, check_close, choices_differ, divergence, run_
 from convert.config import LayerKind
 from convert.gguf_file import MetadataEntry
 from kimi_gguf.cluster.errors import RuntimeFault
+from kimi_gguf.cluster.generate import generate
 from kimi_gguf.cluster.llama_engine import Decoded, EngineOptions, LlamaEngine, check_model
 from kimi_gguf.cluster.runtime import Runtime
 from kimi_gguf.reference.checkpoint_shape import TinyShape
@@ -204,6 +205,18 @@ def test_end_of_msg_ends_generation_whatever_the_eos(runtime: Runtime, tmp_path:
     with LlamaEngine(path, EXACT, runtime=runtime) as engine:
         # [EOS] and <|end_of_msg|> of the maker's vocabulary.
         assert engine.model.end_tokens == (129, 130)
+
+
+def test_generation_follows_the_likeliest_tokens_and_a_seed(model: Path, ids: list[int], runtime: Runtime) -> None:
+    with LlamaEngine(model, EXACT, runtime=runtime) as engine:
+        greedy = list(generate(engine, ids[:50], 6, temperature=0))
+        engine.clear()
+        logits = engine.decode([*ids[:50], *greedy]).logits[49:]
+        assert greedy == logits.argmax(axis=1)[: len(greedy)].tolist()
+        engine.clear()
+        drawn = list(generate(engine, ids[:50], 6, seed=1))
+        engine.clear()
+        assert drawn == list(generate(engine, ids[:50], 6, seed=1))
 
 
 def test_a_full_context_and_foreign_tokens_are_errors(model: Path, runtime: Runtime) -> None:
