@@ -198,7 +198,8 @@ class LlamaEngine:
 
         Args:
             outputs: for which tokens logits are returned.
-            trace: what else to return; slows the run down a little.
+            trace: what else to return; slows the run down a little. Selections are the cache's cells, which are
+                positions as long as the sequence was decoded from an empty cache and shares it with no other.
 
         Raises:
             UsageError: no token, or one beyond the vocabulary.
