@@ -15,10 +15,14 @@ from quant.errors import InputError
 
 MAX_DEPTH = 64
 MAX_SMALL_FILE_BYTES = 32_000_000
+AGAIN = "use the file as it came with the checkpoint: download it again"
+_LONGEST_NUMBER = 4000
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SPACE = re.compile(r"[ \t\r\n]*+")
 _STRING = re.compile(r'[ \t\r\n]*+"((?:[^"\\\x00-\x1f]++|\\.)*+)"')
 _FLAT_OBJECT = re.compile(r"[ \t\r\n]*+(\{[^{}]{0,4096}\})")
 _NESTING = re.compile(r'"(?:[^"\\]++|\\.)*+"|([\[{])|([\]}])')
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _STRUCTURE = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[\]{},]')
 
 
@@ -26,12 +30,14 @@ def decode_text(data: bytes, file: str) -> str:
     """UTF-8 text of ``data``.
 
     Raises:
-        InputError: not UTF-8; the message gives the offset.
+        InputError: not UTF-8, the message gives the offset; or with a byte order mark, which JSON forbids.
     """
+    if data.startswith(_BYTE_ORDER_MARK):
+        raise InputError(f"{file}: begins with a byte order mark", "save it as UTF-8 without one, or download it again")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{file}: not UTF-8 text (byte {error.start})") from None
+        raise InputError(f"{file}: not UTF-8 text (byte {error.start})", AGAIN) from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -47,7 +53,13 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+def _whole(text: str) -> int:
+    if len(text) > _LONGEST_NUMBER:
+        raise ValueError(f"a number of {len(text)} digits, at most {_LONGEST_NUMBER} are read")
+    return int(text)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_whole)
 
 
 def _depth(text: str) -> int:
@@ -65,21 +77,33 @@ def load_object(data: bytes, file: str) -> dict[str, Any]:
     """The JSON object that ``data`` holds, for files that are small by nature.
 
     Raises:
-        InputError: above 32 MB, not UTF-8, not JSON, nested deeper than 64, a member named twice, or not an object.
+        InputError: above 32 MB, not UTF-8, not JSON, nested deeper than 64, a member named twice, half of a
+            surrogate pair, or not an object.
     """
     if len(data) > MAX_SMALL_FILE_BYTES:
-        raise InputError(f"{file}: {len(data)} bytes of JSON, at most {MAX_SMALL_FILE_BYTES} are read")
+        raise InputError(f"{file}: {len(data)} bytes of JSON, at most {MAX_SMALL_FILE_BYTES} are read", AGAIN)
     text = decode_text(data, file)
     depth = _depth(text)
     if depth > MAX_DEPTH:
-        raise InputError(f"{file}: JSON nested {depth} deep, at most {MAX_DEPTH} is read")
+        raise InputError(f"{file}: JSON nested {depth} deep, at most {MAX_DEPTH} is read", AGAIN)
     try:
         value = _DECODER.decode(text)
     except ValueError as error:
-        raise InputError(f"{file}: {error}") from None
+        raise InputError(f"{file}: {error}", AGAIN) from None
     if not isinstance(value, dict):
-        raise InputError(f"{file}: holds a JSON {type(value).__name__}, expected an object")
+        raise InputError(f"{file}: holds a JSON {type(value).__name__}, expected an object", AGAIN)
+    if _SURROGATE.search(text):
+        _check_characters(value, file)
     return value
+
+
+def _check_characters(value: object, file: str) -> None:
+    """Refuse escapes that are no characters: no UTF-8 file, so no GGUF, can hold them."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise InputError(f"{file}: {half} is half of a surrogate pair, not a character", AGAIN) from None
 
 
 class Cursor:
@@ -96,7 +120,7 @@ class Cursor:
         self.at = 0
 
     def fail(self, message: str) -> NoReturn:
-        raise InputError(f"{self.file}: {message}")
+        raise InputError(f"{self.file}: {message}", AGAIN)
 
     def _peek(self) -> str:
         """The next character that is not white space ("" at the end); the cursor stands on it."""

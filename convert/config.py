@@ -75,7 +75,7 @@ def parse_config(text: bytes, file: str = "config.json") -> ModelConfig:
         mla=_mla(fields),
         moe=_moe(fields),
         situ_beta=fields.real("activation_situ_beta"),
-        situ_linear_beta=fields.optional_real("activation_situ_linear_beta"),
+        situ_linear_beta=fields.optional_real("activation_situ_linear_beta", positive=True),
         attn_res_block=fields.size("attn_res_block_size"),
         dsa=_dsa(fields.section("dsa_config"), kinds) if arch == "kimi-k31" else None,
         bos=_token_id(fields, "bos_token_id", vocab_size),

@@ -12,6 +12,8 @@ from quant.errors import InputError
 # Sizes go into 32-bit metadata keys.
 MAX_SIZE = (1 << 31) - 1
 _REAL_LIMIT = 1e30
+_SMALLEST_REAL = 1e-30
+_HINT = "config.json must be the one that came with these shards"
 
 
 class Fields:
@@ -34,7 +36,7 @@ class Fields:
 
     def fail(self, message: str, hint: str | None = None) -> NoReturn:
         place = f"{self.file}: {self.where}: " if self.where else f"{self.file}: "
-        raise InputError(place + message, hint)
+        raise InputError(place + message, hint or _HINT)
 
     def find(self, *names: str) -> tuple[str, Any]:
         """The first of ``names`` that is present and not null, with its value; (first name, None) without one."""
@@ -70,19 +72,19 @@ class Fields:
         name, value = self.find(*names)
         if value is None:
             self.fail(f"{name} is missing")
-        number = self._number(name, value)
-        if number <= 0:
-            self.fail(f"{name} is {value!r:.80}, expected a number above 0")
-        return number
+        return self._number(name, value, positive=True)
 
-    def optional_real(self, *names: str) -> float | None:
-        """Any finite number, None when absent."""
+    def optional_real(self, *names: str, positive: bool = False) -> float | None:
+        """Any finite number, or any above zero; None when absent."""
         name, value = self.find(*names)
-        return None if value is None else self._number(name, value)
+        return None if value is None else self._number(name, value, positive=positive)
 
-    def _number(self, name: str, value: Any) -> float:
+    def _number(self, name: str, value: Any, *, positive: bool) -> float:
         if type(value) not in (int, float) or not abs(value) < _REAL_LIMIT or not math.isfinite(value):
             self.fail(f"{name} is {value!r:.80}, expected a finite number")
+        # Below this a float32 has no digits left, or is zero.
+        if positive and value < _SMALLEST_REAL:
+            self.fail(f"{name} is {value!r:.80}, expected a number above 0")
         return float(value)
 
     def flag(self, *names: str, default: bool | None = None) -> bool:

@@ -18,6 +18,8 @@ PathLike = str | os.PathLike[str]
 
 DEFAULT_SPLIT = "48G"
 ENCODERS = ("ggml", "native")
+# What a file system takes, 255 bytes, less the numbers of a split file and the longest suffix of a file beside it.
+_LONGEST_NAME_BYTES = 220
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)", re.IGNORECASE)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -36,7 +38,7 @@ def parse_size(text: str | int) -> int:
             raise UsageError(f"{text!r} is not a size", "write bytes, or a number with K, M, G or T: 48G is 48e9 bytes")
         size = round(float(match[1]) * _UNITS[match[2].upper()])
     if size <= 0:
-        raise UsageError(f"a file size of {text} leaves no room for anything")
+        raise UsageError(f"a file size of {text} leaves no room for anything", "give for example --split-max-size 48G")
     return size
 
 
@@ -52,7 +54,9 @@ def parse_tensor_type(text: str) -> tuple[str, QuantType]:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise UsageError(f"{pattern!r} is not a regular expression: {error}") from None
+        raise UsageError(
+            f"{pattern!r} is not a regular expression: {error}", "for example --tensor-type 'ffn_down_exps=Q5_K'"
+        ) from None
     return pattern, parse_type(type_name)
 
 
@@ -78,6 +82,8 @@ def choices_from_flags(
     """
     if outfile is not None and outdir is not None:
         raise UsageError("--outfile and --outdir exclude each other", "name one file, or a folder for several")
+    if name is not None and not name.isprintable():
+        raise UsageError(f"--name {name!a:.200} holds characters that cannot be shown", "give plain text")
     if encoder not in ENCODERS:
         raise UsageError(f"unknown encoder {encoder!r}", f"known: {', '.join(ENCODERS)}")
     file = None if outfile is None else Path(outfile)
@@ -105,6 +111,12 @@ def _check_outfile(file: Path) -> None:
         raise UsageError(f"{file} is a folder", f"name a file, or give --outdir {file}")
     if file.suffix != ".gguf":
         raise UsageError(f"{file.name} does not end in .gguf", f"name it {file.name}.gguf")
+    if len(os.fsencode(file.name)) > _LONGEST_NAME_BYTES:
+        raise UsageError(
+            f"the name of --outfile has {len(os.fsencode(file.name))} bytes, at most {_LONGEST_NAME_BYTES} leave room "
+            "for those of the files beside it",
+            "choose a shorter one",
+        )
     if parse_split_name(file.name):
         raise UsageError(
             f"{file.name} is a name for a part of a split set", "name the whole; parts are numbered by --split-max-size"

@@ -194,7 +194,8 @@ def value_bytes(entry: MetadataEntry) -> bytes:
         return head + _elements(entry.element, entry.value)
     except (struct.error, TypeError, ValueError, OverflowError) as error:
         kind = entry.type.name if entry.element is None else f"an array of {entry.element.name}"
-        raise UsageError(f"the value of {entry.key} is not {kind}: {error}") from None
+        what = f"{entry.value!r:.80}" if entry.element is None else str(error)
+        raise UsageError(f"the value of {entry.key} is not {kind}: {what}", "give one that fits the key") from None
 
 
 def _elements(element: Any, values: Sequence[Any]) -> bytes:
@@ -229,7 +230,8 @@ def _tensor_bytes(tensor: TensorEntry, offset: int) -> bytes:
     if not 0 < len(name) <= MAX_NAME_BYTES or not 0 < rank <= MAX_DIMS:
         raise InputError(
             f"tensor {tensor.name!r}: a name of {len(name)} bytes and {rank} axes; GGUF carries names of 1 to "
-            f"{MAX_NAME_BYTES} bytes and 1 to {MAX_DIMS} axes"
+            f"{MAX_NAME_BYTES} bytes and 1 to {MAX_DIMS} axes",
+            "this variant of the architecture has no GGUF yet",
         )
     return _string(name) + struct.pack(f"<I{rank}QIQ", rank, *reversed(tensor.shape), tensor.qtype, offset)
 

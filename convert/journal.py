@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -176,7 +177,10 @@ def open_journal(path: Path, header: JournalHeader, *, overwrite: bool) -> Journ
 def _lock(path: Path) -> int:
     while True:
         with disk_faults(path):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OutputError(f"{path} is not a regular file", "remove it, or choose another --outfile or --outdir")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -163,7 +163,10 @@ class _Matcher:
         packed, scale = _packed_names(name)
         rows, columns = shape
         if columns % _CODES_PER_SCALE:
-            raise InputError(f"{packed}: rows of {columns} weights are not whole MXFP4 blocks of {_CODES_PER_SCALE}")
+            raise InputError(
+                f"{packed}: rows of {columns} weights are not whole MXFP4 blocks of {_CODES_PER_SCALE}",
+                "convert this tensor to BF16 first",
+            )
         if self.tensors[packed].dtype != "U8":
             raise self._dtype_fault(packed, ("U8",))
         if self.tensors[scale].dtype not in _SCALE_DTYPES:

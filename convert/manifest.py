@@ -99,7 +99,8 @@ def _compact_lists(document: Mapping[str, Any]) -> bytes:
         else:
             text = _compact(value)
         lines.append(f" {json.dumps(key)}: {text}")
-    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+    # Folders may have names that are no text; their bytes become the escapes that JSON has for them.
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode(errors="backslashreplace")
 
 
 def _compact(value: Mapping[str, Any] | Sequence[Any]) -> str:

@@ -22,15 +22,15 @@ from quant.errors import InputError
 from quant.tensors import TensorClass
 
 if TYPE_CHECKING:
-    from quant.recipes import RecipeInfo
-
     from convert.vocab import Vocab
+    from quant.recipes import RecipeInfo
 
 QUANTIZATION_VERSION = 2
 DEFAULT_NAMES = {"kimi-k3": "Kimi K3", "kimi-k31": "Kimi K3.1 Pro"}
 NO_TEMPLATE = "the checkpoint has no chat template; the GGUF gets none, so name one when you serve it"
 
-_LONGEST_STEM = 120
+_LONGEST_STEM_BYTES = 120
+_VARIANT = "this variant of the architecture has no GGUF yet"
 _GATING = {"softmax": 1, "sigmoid": 2}
 
 
@@ -112,7 +112,8 @@ def file_stem(name: str) -> str:
     """``name`` as a part of file names: ``Kimi K3.1 Pro`` becomes ``Kimi-K3.1-Pro``."""
     plain = name.strip().rpartition("/")[2]
     kept = "".join(c if c.isalnum() or c in "._-" else "-" for c in plain)
-    return "-".join(part for part in kept.split("-") if part).lstrip(".-")[:_LONGEST_STEM] or "model"
+    stem = "-".join(part for part in kept.split("-") if part).lstrip(".-")
+    return stem.encode()[:_LONGEST_STEM_BYTES].decode(errors="ignore") or "model"
 
 
 def architecture_keys(config: ModelConfig) -> list[MetadataEntry]:
@@ -123,9 +124,11 @@ def architecture_keys(config: ModelConfig) -> list[MetadataEntry]:
     """
     kda, mla, moe = config.kda, config.mla, config.moe
     if kda.heads != mla.heads:
-        raise InputError(f"config.json: {kda.heads} KDA heads and {mla.heads} MLA heads; {config.arch} has one count")
+        raise InputError(
+            f"config.json: {kda.heads} KDA heads and {mla.heads} MLA heads; {config.arch} has one count", _VARIANT
+        )
     if config.situ_linear_beta is None:
-        raise InputError("config.json: activation_situ_linear_beta is absent; llama.cpp's SiTU needs it")
+        raise InputError("config.json: activation_situ_linear_beta is absent; llama.cpp's SiTU needs it", _VARIANT)
     entries = [
         _u32("block_count", config.n_layers),
         _u32("context_length", config.context_length),

@@ -148,7 +148,12 @@ def title(name: str) -> str:
 def _text(value: object) -> str | None:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
-    return str(value).strip() or None
+    try:
+        # Half a surrogate pair is nothing that UTF-8 could hold.
+        return str(value).encode(errors="replace").decode().strip() or None
+    except ValueError:
+        # A number of thousands of digits.
+        return None
 
 
 def _texts(value: object) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,7 @@ _FITTING = {
     "str": frozenset({ValueType.STRING}),
 }
 # What the writer itself decides; another value would make the file contradict its own layout.
+_KEY = re.compile(r"[\w-]{1,200}(\.[\w-]{1,200}){0,20}", re.ASCII)
 _FIXED = ("general.alignment", "general.architecture", "split.")
 
 
@@ -50,16 +53,25 @@ def parse_override(text: str) -> Override:
     key, equals, rest = text.partition("=")
     kind, colon, value = rest.partition(":")
     if not (key and equals and colon) or kind not in _PARSERS:
-        raise UsageError(f"malformed override {text!r}", _SPELLING)
+        raise UsageError(f"malformed override {text!r:.200}", _SPELLING)
+    if not _KEY.fullmatch(key):
+        raise UsageError(f"{key!a:.80} is no key", "keys are words of letters, digits, _ and -, joined by dots")
     try:
         return Override(key, kind, _PARSERS[kind](value))
     except (KeyError, ValueError):
         raise UsageError(f"override of {key}: {value!r} is not {kind}", _SPELLING) from None
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "int": int,
-    "float": float,
+    "float": _finite,
     "bool": {"true": True, "false": False}.__getitem__,
     "str": str,
 }
@@ -76,7 +88,7 @@ def apply_overrides(entries: Sequence[MetadataEntry], overrides: Sequence[Overri
     result = list(entries)
     for override in overrides:
         if override.key.startswith(_FIXED):
-            raise UsageError(f"{override.key} cannot be overridden: the layout of the file decides it")
+            raise UsageError(f"{override.key} cannot be overridden: the layout of the file decides it", "leave it out")
         places = [i for i, entry in enumerate(result) if entry.key == override.key]
         entry = _typed(override, result[places[0]].type if places else None)
         value_bytes(entry)
@@ -93,5 +105,7 @@ def _typed(override: Override, existing: Any) -> MetadataEntry:
         new = {"int": ValueType.INT32 if negative else ValueType.UINT32, "float": ValueType.FLOAT32}
         existing = new.get(override.kind) or (ValueType.BOOL if override.kind == "bool" else ValueType.STRING)
     if existing not in _FITTING[override.kind]:
-        raise UsageError(f"override of {override.key}: the key is {existing.name}, the value {override.kind}")
+        raise UsageError(
+            f"override of {override.key}: the key is {existing.name}, the value {override.kind}", _SPELLING
+        )
     return MetadataEntry(override.key, existing, override.value)

@@ -188,7 +188,9 @@ def _make_directory(directory: Path, may_make: bool) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"cannot make the folder {directory}: {error.strerror}") from None
+        raise OutputError(
+            f"cannot make the folder {directory}: {error.strerror}", "choose another --outdir, or make it by hand"
+        ) from None
 
 
 def _settings(choices: Choices, imatrix: Imatrix | None) -> dict[str, str]:

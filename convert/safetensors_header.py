@@ -12,7 +12,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-from convert.bounded_json import Cursor, decode_text
+from convert.bounded_json import AGAIN, Cursor, decode_text
 from convert.domain import SourceTensor
 from quant.errors import InputError
 
@@ -97,9 +97,9 @@ def _header_bytes(read: Callable[[int, int], bytes], file: str, file_size: int) 
 
 def _check_name(name: str, file: str) -> None:
     if not name or len(name) > MAX_NAME_LENGTH:
-        raise InputError(f"{file}: tensor name of {len(name)} characters, expected 1 to {MAX_NAME_LENGTH}")
+        raise InputError(f"{file}: tensor name of {len(name)} characters, expected 1 to {MAX_NAME_LENGTH}", AGAIN)
     if not name.isprintable():
-        raise InputError(f"{file}: tensor name {name!a} holds control characters")
+        raise InputError(f"{file}: tensor name {name!a} holds control characters", AGAIN)
 
 
 class _Shapes:
@@ -166,7 +166,8 @@ def _check_tiling(ordered: list[SourceTensor], file: str, base: int, file_size: 
         if tensor.begin != at:
             kind = "overlaps" if tensor.begin < at else "leaves a gap after"
             raise InputError(
-                f"{file}: tensor {tensor.name} {kind} {before}: it begins at byte {tensor.begin}, expected {at}"
+                f"{file}: tensor {tensor.name} {kind} {before}: it begins at byte {tensor.begin}, expected {at}",
+                AGAIN,
             )
         at, before = tensor.end, f"tensor {tensor.name}"
     if at > file_size:

@@ -202,12 +202,14 @@ def _open(path: Path) -> int:
     try:
         # A pipe or device under a shard's name would block or never end.
         if not stat.S_ISREG(path.stat().st_mode):
-            raise InputError(f"{path.name}: not a regular file")
+            raise InputError(f"{path.name}: not a regular file", _RETRY)
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise InputError(f"{path.name}: a link to a missing file, or gone", "finish the download") from None
     except OSError as error:
-        raise InputError(f"{path.name}: cannot be opened: {error.strerror}") from None
+        raise InputError(
+            f"{path.name}: cannot be opened: {error.strerror}", "check its permissions and the disk"
+        ) from None
 
 
 def _read_header(path: Path, name: str, index: int) -> tuple[Shard, list[SourceTensor]]:

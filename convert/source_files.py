@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from convert.bounded_json import Cursor, decode_text, load_object
+from convert.bounded_json import AGAIN, Cursor, decode_text, load_object
 from convert.domain import SourceTensor
 from quant.errors import InputError
 
@@ -41,16 +41,16 @@ def read_side_file(directory: Path, name: str) -> bytes | None:
     try:
         info = path.stat()
         if not stat.S_ISREG(info.st_mode):
-            raise InputError(f"{name}: not a regular file")
+            raise InputError(f"{name}: not a regular file", AGAIN)
         if info.st_size > MAX_SIDE_FILE_BYTES:
-            raise InputError(f"{name}: {info.st_size} bytes, at most {MAX_SIDE_FILE_BYTES} are read")
+            raise InputError(f"{name}: {info.st_size} bytes, at most {MAX_SIDE_FILE_BYTES} are read", AGAIN)
         return path.read_bytes()
     except FileNotFoundError:
         if path.is_symlink():
             raise InputError(f"{name}: a link to a missing file", "download the checkpoint again") from None
         return None
     except OSError as error:
-        raise InputError(f"{name}: cannot be read: {error.strerror}") from None
+        raise InputError(f"{name}: cannot be read: {error.strerror}", "check its permissions and the disk") from None
 
 
 def label_and_revision(directory: Path) -> tuple[str, str | None]:
@@ -75,7 +75,15 @@ def list_shards(directory: Path) -> Listing:
     """The shards of the checkpoint in a folder; as ``choose_shards``."""
     found = [p.name for p in directory.iterdir()]
     data = read_side_file(directory, INDEX)
-    return choose_shards(str(directory.name or directory), found, data, lambda name: (directory / name).is_file())
+    return choose_shards(str(directory.name or directory), found, data, lambda name: _is_file(directory / name))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        # A name longer than any file's, or below a folder that may not be read.
+        return False
 
 
 def choose_shards(label: str, files: Iterable[str], index: bytes | None, is_there: Callable[[str], bool]) -> Listing:
@@ -176,7 +184,7 @@ def _indexed_names(text: str, is_there: Callable[[str], bool]) -> list[str]:
         counts[file] += 1
         first.setdefault(file, tensor)
         if len(counts) > MAX_SHARDS:
-            raise InputError(f"{INDEX} names more than {MAX_SHARDS} shards")
+            raise InputError(f"{INDEX} names more than {MAX_SHARDS} shards", AGAIN)
     if not counts:
         raise InputError(f"{INDEX}: the weight_map is empty", "remove the index if the shards are complete")
     for name in counts:
@@ -195,7 +203,7 @@ def _indexed_names(text: str, is_there: Callable[[str], bool]) -> list[str]:
 def _check_inside(name: str) -> None:
     parts = PurePosixPath(name).parts
     if not name.isprintable() or "\\" in name or ".." in parts or not parts or name.startswith("/"):
-        raise InputError(f"{INDEX} names the shard {name!a:.200}, which is not a plain name inside the folder")
+        raise InputError(f"{INDEX} names the shard {name!a:.200}, which is not a plain name inside the folder", AGAIN)
 
 
 def _without_index(label: str, found: Sequence[str]) -> tuple[str, ...]:

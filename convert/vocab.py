@@ -15,7 +15,7 @@ from typing import Any
 
 import gguf
 
-from convert.bounded_json import load_object
+from convert.bounded_json import AGAIN, load_object
 from convert.domain import Source
 from convert.model_config import ModelConfig
 from quant.errors import InputError
@@ -113,26 +113,27 @@ def parse_ranks(data: bytes, file: str = RANKS_FILE) -> list[bytes]:
         InputError: a line of another form, a rank or a string twice, a gap in the ranks, a single byte without rank.
     """
     if len(data) > MAX_RANKS_BYTES:
-        raise InputError(f"{file}: {len(data)} bytes, at most {MAX_RANKS_BYTES} are read")
+        raise InputError(f"{file}: {len(data)} bytes, at most {MAX_RANKS_BYTES} are read", AGAIN)
     by_rank: dict[int, bytes] = {}
     for number, line in enumerate(data.splitlines(), 1):
         if not line.strip():
             continue
         rank, token = _rank_line(line, file, number)
-        if by_rank.setdefault(rank, token) is not token:
-            raise InputError(f"{file}: line {number} gives rank {rank} a second time")
+        if rank in by_rank:
+            raise InputError(f"{file}: line {number} gives rank {rank} a second time", AGAIN)
+        by_rank[rank] = token
     gap = next((rank for rank in range(len(by_rank)) if rank not in by_rank), None)
     if gap is not None:
-        raise InputError(f"{file}: rank {gap} is missing among {len(by_rank)} ranks up to {max(by_rank)}")
+        raise InputError(f"{file}: rank {gap} is missing among {len(by_rank)} ranks up to {max(by_rank)}", AGAIN)
     ranks = [by_rank[rank] for rank in range(len(by_rank))]
     known: dict[bytes, int] = {}
     for rank, token in enumerate(ranks):
         other = known.setdefault(token, rank)
         if other != rank:
-            raise InputError(f"{file}: ranks {other} and {rank} are the same bytes {token!r:.80}")
+            raise InputError(f"{file}: ranks {other} and {rank} are the same bytes {token!r:.80}", AGAIN)
     lacking = [byte for byte in range(256) if bytes([byte]) not in known]
     if lacking:
-        raise InputError(f"{file}: {len(lacking)} of 256 single bytes have no rank, the first is {lacking[0]}")
+        raise InputError(f"{file}: {len(lacking)} of 256 single bytes have no rank, the first is {lacking[0]}", AGAIN)
     return ranks
 
 
@@ -143,9 +144,11 @@ def _rank_line(line: bytes, file: str, number: int) -> tuple[int, bytes]:
             raise ValueError
         token = base64.b64decode(parts[0], validate=True)
     except (ValueError, binascii.Error):
-        raise InputError(f"{file}: line {number} is {line[:60]!r}, expected base64 and a rank") from None
+        raise InputError(f"{file}: line {number} is {line[:60]!r}, expected base64 and a rank", AGAIN) from None
     if not 0 < len(token) <= MAX_TOKEN_BYTES:
-        raise InputError(f"{file}: line {number} is a token of {len(token)} bytes, expected 1 to {MAX_TOKEN_BYTES}")
+        raise InputError(
+            f"{file}: line {number} is a token of {len(token)} bytes, expected 1 to {MAX_TOKEN_BYTES}", AGAIN
+        )
     return int(parts[1]), token
 
 
@@ -212,13 +215,17 @@ def special_names(tokenizer: Mapping[str, Any], ranks: Sequence[bytes]) -> list[
     names = [f"<|reserved_token_{first + slot}|>" for slot in range(SPECIAL_SLOTS)]
     decoder = tokenizer.get("added_tokens_decoder", {})
     if not isinstance(decoder, dict):
-        raise InputError(f"{TOKENIZER_FILE}: added_tokens_decoder is {decoder!r:.80}, expected an object")
+        raise InputError(f"{TOKENIZER_FILE}: added_tokens_decoder is {decoder!r:.80}, expected an object", AGAIN)
     for key, entry in decoder.items():
         content = entry.get("content") if isinstance(entry, dict) else None
         if not key.isascii() or not key.isdigit() or len(key) > 9:
-            raise InputError(f"{TOKENIZER_FILE}: added_tokens_decoder has the key {key!r:.80}, expected a token id")
+            raise InputError(
+                f"{TOKENIZER_FILE}: added_tokens_decoder has the key {key!r:.80}, expected a token id", AGAIN
+            )
         if not isinstance(content, str) or not content.isprintable() or not content:
-            raise InputError(f"{TOKENIZER_FILE}: token {key} has the content {content!r:.80}, expected plain text")
+            raise InputError(
+                f"{TOKENIZER_FILE}: token {key} has the content {content!r:.80}, expected plain text", AGAIN
+            )
         slot = int(key) - first
         if 0 <= slot < SPECIAL_SLOTS:
             names[slot] = content

@@ -82,7 +82,7 @@ class Cursor:
     def left(self) -> int:
         return self.size - self.position
 
-    def fault(self, what: str, hint: str | None = None) -> InputError:
+    def fault(self, what: str, hint: str = "the file is damaged, or no GGUF of a model; get it again") -> InputError:
         return InputError(f"{self.file}: {what}", hint)
 
     def _require(self, n: int, what: str) -> int:

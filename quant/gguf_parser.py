@@ -132,14 +132,14 @@ def parse_gguf(path: str | os.PathLike[str]) -> GgufHeader:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise InputError(f"cannot open {path}: {error.strerror}") from None
+        raise InputError(f"cannot open {path}: {error.strerror}", "name a .gguf file that can be read") from None
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise InputError(f"{path} is not a regular file", "name a .gguf file")
         return parse_gguf_from(lambda offset, n: _pread(descriptor, offset, n), status.st_size, str(path))
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
+        raise InputError(f"cannot read {path}: {error.strerror}", "check the disk, or get the file again") from None
     finally:
         os.close(descriptor)
 

@@ -14,6 +14,8 @@ SPLIT_NO = "split.no"
 SPLIT_COUNT = "split.count"
 SPLIT_TENSORS = "split.tensors.count"
 MAX_SPLITS = 99_999
+_AGAIN = "get the file again, or make it again"
+_MIXED = "put the files of one conversion, and no others, into one folder"
 
 _NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
@@ -87,7 +89,7 @@ def _siblings(path: Path, header: GgufHeader) -> tuple[Path, ...]:
     count = header.get_int(SPLIT_COUNT)
     number = header.get_int(SPLIT_NO)
     if count is None or number is None or not 0 <= number < count <= MAX_SPLITS:
-        raise InputError(f"{path}: {SPLIT_NO} {number} and {SPLIT_COUNT} {count} do not describe a split file")
+        raise InputError(f"{path}: {SPLIT_NO} {number} and {SPLIT_COUNT} {count} do not describe a split file", _AGAIN)
     named = parse_split_name(path.name)
     if named is None and count == 1:
         return (path,)
@@ -107,12 +109,13 @@ def _check_set(headers: tuple[GgufHeader, ...]) -> None:
         found = (header.get_int(SPLIT_NO), header.get_int(SPLIT_COUNT))
         if found != (number, count):
             raise InputError(
-                f"{header.file}: {SPLIT_NO} {found[0]} and {SPLIT_COUNT} {found[1]}, where {number} and {count} belong"
+                f"{header.file}: {SPLIT_NO} {found[0]} and {SPLIT_COUNT} {found[1]}, where {number} and {count} belong",
+                _MIXED,
             )
         claimed = header.get_int(SPLIT_TENSORS)
         if claimed != total:
-            raise InputError(f"{header.file}: {SPLIT_TENSORS} is {claimed}, but the set holds {total} tensors")
+            raise InputError(f"{header.file}: {SPLIT_TENSORS} is {claimed}, but the set holds {total} tensors", _MIXED)
         for tensor in header.tensors:
             if tensor.name in seen:
-                raise InputError(f"{header.file}: the tensor {tensor.name!r} is also in {seen[tensor.name]}")
+                raise InputError(f"{header.file}: the tensor {tensor.name!r} is also in {seen[tensor.name]}", _MIXED)
             seen[tensor.name] = header.file

@@ -96,7 +96,7 @@ class Imatrix:
                 if _stamp_of(file.fileno()) != stamp:
                     raise InputError(f"{path} changed while it was read", "wait until it is complete")
         except OSError as error:
-            raise InputError(f"cannot read {path}: {error.strerror}") from None
+            raise InputError(f"cannot read {path}: {error.strerror}", "check the disk, or name another file") from None
         return cls(path, stored, neutral, sha256, stamp)
 
     @property

@@ -71,7 +71,7 @@ def read_index(path: Path) -> StoredImatrix:
                 file.seek(0)
                 return _read_legacy(file.fileno(), os.fstat(file.fileno()).st_size, str(path))
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
+        raise InputError(f"cannot read {path}: {error.strerror}", "check the disk, or name another file") from None
     return _read_gguf(path, parse_gguf(path))
 
 

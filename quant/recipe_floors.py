@@ -114,4 +114,6 @@ def _compile(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.IGNORECASE)
     except re.error as error:
-        raise UsageError(f"--tensor-type {pattern!r} is not a regular expression: {error}") from None
+        raise UsageError(
+            f"--tensor-type {pattern!r} is not a regular expression: {error}", "write \\. for a dot, \\( for a bracket"
+        ) from None

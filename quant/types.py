@@ -29,7 +29,10 @@ def row_bytes(qtype: QuantType, columns: int) -> int:
     """
     size = block_size(qtype)
     if columns % size:
-        raise UsageError(f"a row of {columns} weights is not a whole number of {qtype.name} blocks of {size}")
+        raise UsageError(
+            f"a row of {columns} weights is not a whole number of {qtype.name} blocks of {size}",
+            "choose a type with smaller blocks",
+        )
     return columns // size * block_bytes(qtype)
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hub_environment
 import pytest
 from hub_server import HubServer
+from hypothesis import settings
 
 from kimi_gguf.cluster import runtime as llama_runtime
 from kimi_gguf.cluster.runtime import Runtime
 from kimi_gguf.reference.checkpoint_maker import make_sparse_release
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +44,15 @@ def runtime(pytestconfig: pytest.Config) -> Runtime:
         def step(self, done: int, total: int) -> None: ...
 
     return llama_runtime.build(select=False, progress=Note())
+
+
+@pytest.fixture(scope="session")
+def say(pytestconfig: pytest.Config) -> Callable[[str], None]:
+    """Writes a line to the terminal, past pytest's capturing: figures that a run is to show."""
+    reporter = pytestconfig.pluginmanager.getplugin("terminalreporter")
+
+    def write(text: str) -> None:
+        reporter.ensure_newline()
+        reporter.write_line(text)
+
+    return write

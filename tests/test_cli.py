@@ -236,6 +236,12 @@ def test_an_unforeseen_failure_is_one_line_too(verb: Any, checkpoint: Path, monk
     assert (code, out) == (1, "") and "RuntimeError: boom" in err and "Traceback" not in err
 
 
+def test_a_path_that_the_system_refuses_is_named(verb: Any, checkpoint: Path, tmp_path: Path) -> None:
+    for arguments in (("n" * 300,), (checkpoint, "--outdir", tmp_path / ("n" * 300))):
+        code, out, err = verb("convert", *arguments, "--quant", "MXFP4")
+        assert (code, out) == (1, "") and "nnn: File name too long" in err and "unexpected" not in err
+
+
 class Terminal(io.StringIO):
     """A stdin that claims to be a terminal."""
 

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -248,6 +249,8 @@ def test_too_little_room_is_found_before_work(
         ({"outfile": "a.gguf", "outdir": "b"}, "exclude each other"),
         ({"outfile": "a.bin"}, r"does not end in \.gguf"),
         ({"outfile": "a-00001-of-00002.gguf"}, "part of a split set"),
+        ({"outfile": "模" * 80 + ".gguf"}, "245 bytes, at most 220"),
+        ({"name": "Kimi\x1b[31m"}, "cannot be shown"),
         ({"split_max_size": "5X"}, "not a size"),
         ({"split_max_size": "0G"}, "no room"),
         ({"quant": "Q9"}, "unknown quantization"),
@@ -303,3 +306,18 @@ def test_each_input_byte_is_read_once(checkpoint: Path, tmp_path: Path, counted:
 def test_the_version_in_digests_and_manifests_is_the_packages() -> None:
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
     assert project["project"]["version"] == VERSION
+
+
+def test_a_folder_whose_name_is_no_text_is_converted_and_its_manifest_is_json(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"bad\xff name")
+    folder.symlink_to(checkpoint)
+    result = convert(folder, quant="MXFP4", outdir=tmp_path / os.fsdecode(b"out\xfe"), threads=1)
+    assert result.manifest is not None
+    assert json.loads(result.manifest.read_bytes())["source"]["origin"] == str(folder)
+    assert sha(result.files[0]) == sha(convert(checkpoint, quant="MXFP4", outdir=tmp_path / "o", threads=1).files[0])
+
+
+def test_a_long_name_of_many_bytes_leaves_room_for_the_files_beside_it(checkpoint: Path, tmp_path: Path) -> None:
+    result = convert(checkpoint, quant="MXFP4", name="模" * 300, outdir=tmp_path, split_max_size="4M", threads=1)
+    assert max(len(os.fsencode(path.name)) for path in tmp_path.iterdir()) < 200
+    assert result.files[0].name.startswith("模" * 40 + "-MXFP4-00001-of-")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,3 +146,10 @@ def test_removing_gives_the_name_free(tmp_path: Path) -> None:
     journal.remove()
     assert not path.exists()
     reopened(path).close()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_no_journal(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "a.gguf.journal")
+    with pytest.raises(OutputError, match=r"a\.gguf\.journal"):
+        reopened(tmp_path / "a.gguf.journal")

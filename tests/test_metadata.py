@@ -203,6 +203,8 @@ def test_odd_values_of_a_card_are_ignored() -> None:
     card = read_model_card(Files({"README.md": b"---\nlicense: {a: 1}\ntags: 5\nlanguage: null\n---\n"}))
     assert (card.license, card.tags, card.languages) == (None, ("5",), ())
     assert read_model_card(Files({"README.md": b"no front matter"})).warnings == ()
+    assert read_model_card(Files({"README.md": b"---\nmodel_name: " + b"1:" * 3000 + b"1\n---\n"})).name is None
+    assert read_model_card(Files({"README.md": b'---\nmodel_name: "a\\ud800"\n---\n'})).name == "a?"
 
 
 def test_names_come_from_the_flag_then_the_checkpoint_then_the_architecture() -> None:
@@ -261,7 +263,22 @@ def test_overrides_keep_the_type_of_the_key_and_type_new_keys() -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["", "k", "k=5", "k=int:x", "k=bool:yes", "k=uint:5", "=int:5", "k=float:", "k=int:"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "k",
+        "k=5",
+        "k=int:x",
+        "k=bool:yes",
+        "k=uint:5",
+        "=int:5",
+        "k=float:",
+        "k=int:",
+        "k=float:nan",
+        "k=float:-inf",
+    ],
+)
 def test_malformed_overrides_show_the_spelling(text: str) -> None:
     with pytest.raises(UsageError, match="KEY=TYPE:VALUE"):
         parse_override(text)
@@ -271,7 +288,11 @@ def test_malformed_overrides_show_the_spelling(text: str) -> None:
     ("text", "message"),
     [
         ("a.x=str:7", "the key is INT32, the value str"),
-        ("a.x=int:3000000000", "INT32"),
+        ("a.x=int:3000000000", "a.x is not INT32: 3000000000"),
+        ("b.x=int:" + "9" * 30, "b.x is not UINT32: 99999"),
+        ("a\nb=int:1", "is no key"),
+        ("k" * 70_000 + "=int:1", "is no key"),
+        ("a..b=int:1", "is no key"),
         ("a.l=int:1", "the key is ARRAY"),
         ("general.alignment=int:64", "cannot be overridden"),
         ("general.architecture=str:llama", "cannot be overridden"),

@@ -267,3 +267,8 @@ def test_the_tensor_table_of_the_release_stays_below_250_mb(sparse_release: Path
 
 def test_a_folder_named_like_a_cache_entry_is_named_after_the_model_too(folder: Path):
     assert open_source(folder.rename(folder.parent / "models--org--Kimi-K3")).label == "Kimi-K3"
+
+
+def test_a_shard_name_that_no_disk_could_hold_is_one_that_is_missing(folder: Path):
+    write_index(folder, {"a": ONE, "b": "x" * 5000})
+    assert "names 1 shards that are not there" in refused(folder).message

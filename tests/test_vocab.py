@@ -204,6 +204,7 @@ GOOD = tiktoken_model(256)
         (b"YWI= 257\n", "rank 256 is missing"),
         (b"YWI= 999999999\n", "rank 256 is missing"),
         (b"YWI= 255\n", "a second time"),
+        (base64.b64encode(bytes([7])) + b" 7\n", "rank 7 a second time"),
         (b"YWI= 256\nYWI= 257\n", "the same bytes"),
         (b"YWI=\n", "expected base64 and a rank"),
         (b"YWI= 256 7\n", "expected base64 and a rank"),

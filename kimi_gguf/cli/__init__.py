@@ -86,6 +86,12 @@ def run(arguments: list[str]) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         return 1
+    except OSError as fault:
+        if os.environ.get(DEBUG):
+            raise
+        where = f"{os.fsdecode(fault.filename)}: " if isinstance(fault.filename, str | bytes) else ""
+        console.error(f"{where}{fault.strerror or fault}", "check this path, its permissions and the disk", 1)
+        return 1
     except Exception as fault:
         if os.environ.get(DEBUG):
             raise
