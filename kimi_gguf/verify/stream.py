@@ -29,7 +29,8 @@ from kimi_gguf.verify.observations import (
     TokenSet,
 )
 from kimi_gguf.verify.stream_blocks import Tap
-from kimi_gguf.verify.stream_lane import Hidden, Lane, Seen
+from kimi_gguf.verify.stream_hidden import Hidden, Seen
+from kimi_gguf.verify.stream_lane import Lane
 from kimi_gguf.verify.stream_plan import MemoryPlan, forecast, plan_memory
 from kimi_gguf.verify.stream_state import Rows, StateFolder
 from quant.errors import UsageError
