@@ -189,6 +189,16 @@ def test_a_ruined_first_chunk_is_flagged() -> None:
     assert "over twice the baseline's" in comparison.flags()[0]
 
 
+def test_a_hopeless_model_still_has_a_perplexity() -> None:
+    comparison = Comparison(token_set(10, 10), identity(), identity())
+    place = Place(0, 0, 10)
+    wrong = np.zeros((9, 64), dtype=np.float32)
+    wrong[np.arange(9), comparison.tokens.targets(place)] = -5000
+    comparison.output(place, FullLogits(np.zeros_like(wrong)), FullLogits(wrong))
+    found = comparison.output_result()
+    assert found is not None and math.isfinite(found.model_perplexity.value) and math.isfinite(found.kl.value)
+
+
 def test_models_that_do_not_correspond_are_refused() -> None:
     with pytest.raises(InputError, match="differ in layers: 3 and 4"):
         Comparison(token_set(10, 10), identity(3), identity(4))

@@ -198,7 +198,7 @@ class Comparison:
 
         def exponential(column: Array) -> Estimate:
             found = mean(column)
-            value = math.exp(found.value)
+            value = _exponential(found.value)
             return transformed(found, value, value)
 
         base, model, kl, top1, square = (values[:, slot] for slot in range(len(measures.OUTPUT)))
@@ -236,11 +236,16 @@ class Comparison:
             part = column[self.tokens.index(place)]
             part = part[~np.isnan(part)]
             if len(part):
-                means.append(math.exp(part.mean()))
+                means.append(_exponential(float(part.mean())))
         return tuple(means)
 
     def _chunk_of(self) -> npt.NDArray[np.int64]:
         return np.arange(self.tokens.tokens, dtype=np.int64) // self.tokens.context
+
+
+def _exponential(value: float) -> float:
+    """Perplexity of a mean; a ruined model's must still be a number."""
+    return math.exp(min(value, 700.0))
 
 
 def check_same_model(base: ModelIdentity, model: ModelIdentity) -> None:

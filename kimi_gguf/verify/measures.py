@@ -157,9 +157,15 @@ def top_kl(base: TopLogProbs, log_q: F64Array) -> F64Array:
     Args:
         log_q: F64 [n, V], the model's log-probabilities.
     """
-    log_p = base.log_probs.astype(np.float64)
-    ratio = np.take_along_axis(log_q, base.ids.astype(np.int64), axis=1) - log_p
-    head = (np.exp(log_p) * (np.expm1(ratio) - ratio)).sum(axis=1)
-    drawn = np.take_along_axis(log_q, base.sample_ids.astype(np.int64), axis=1) - base.sample_log_probs
-    kl: F64Array = head + base.tail * (np.expm1(drawn) - drawn).mean(axis=1)
+    head = np.exp(base.log_probs.astype(np.float64)) * _excess(log_q, base.ids, base.log_probs)
+    drawn = _excess(log_q, base.sample_ids, base.sample_log_probs)
+    kl: F64Array = head.sum(axis=1) + base.tail * drawn.mean(axis=1)
     return kl
+
+
+def _excess(log_q: F64Array, ids: I32Array, log_p: F32Array) -> F64Array:
+    """f(q / p) of ``top_kl`` at the tokens ``ids``."""
+    ratio = np.take_along_axis(log_q, ids.astype(np.int64), axis=1) - log_p
+    # Only a probability of nothing at all gives more, and a weight of nothing goes with it.
+    found: F64Array = np.expm1(np.minimum(ratio, 300.0)) - ratio
+    return found
