@@ -1,7 +1,8 @@
 """The manifest beside an output: what it was made from, how, and the hashes of what was made.
 
 The only place for times and paths. Sources are named by pattern, so that the release's half a million tensors take
-a few thousand lines.
+a few thousand lines. It is also an in-toto statement (``_type``, ``subject``, ``predicate``) with SLSA's provenance as
+its predicate; the keys around that say the same, and more, in our own words.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from typing import Any
 
 from convert.domain import Plan, PlannedTensor, Shard, Source
 from convert.journal import FileRecord
+from convert.model_card import ModelCard, read_model_card
+from convert.model_config import ModelConfig
 from convert.plan import Checkpoint
 from convert.transforms import row_count, source_names
 from convert.version import VERSION
 
 FORMAT = 1
+_STATEMENT = "https://in-toto.io/Statement/v1"
+_PREDICATE = "https://slsa.dev/provenance/v1"
+_BUILD = "urn:kimi-gguf:convert:1"
 
 
 def manifest_bytes(
@@ -28,19 +34,30 @@ def manifest_bytes(
     *,
     imatrix_sha256: str | None,
 ) -> bytes:
-    """The manifest of a finished conversion as JSON.
+    """The manifest of a conversion as JSON.
 
     Args:
         settings: the choices that were made, by flag name.
-        records: hashes of every file and tensor, by file index.
+        records: hashes of files and of their tensors, by file index; ``complete`` is true when no file is missing.
         imatrix_sha256: of the importance matrix, if one was used.
     """
     source = checkpoint.source
-    hashes = [digest for index in range(len(plan.files)) for digest in records[index].tensors]
-    document = {
+    complete = len(records) == len(plan.files)
+    document: dict[str, Any] = {
+        "_type": _STATEMENT,
+        "subject": [
+            {"name": file.name, "digest": {"sha256": records[index].sha256}}
+            for index, file in enumerate(plan.files)
+            if index in records
+        ],
+        "predicateType": _PREDICATE,
+        "predicate": _provenance(source, settings, imatrix_sha256),
         "format": FORMAT,
+        "complete": complete,
         "tool": {"name": "kimi-gguf", "version": VERSION},
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds") if complete else None,
+        "model": _model(read_model_card(source)),
+        "dimensions": _dimensions(checkpoint.config),
         "architecture": plan.arch,
         "quant": plan.recipe,
         "encoder": plan.encoder,
@@ -56,13 +73,81 @@ def manifest_bytes(
             "left_out": {"tensors": len(plan.left_out), "bytes": sum(t.nbytes for t in plan.left_out)},
         },
         "files": [
-            {"name": file.name, "bytes": file.nbytes, "sha256": records[index].sha256}
+            {"name": file.name, "bytes": file.nbytes} | ({"sha256": records[index].sha256} if index in records else {})
             for index, file in enumerate(plan.files)
         ],
-        "tensors": [_tensor(t, digest, source) for t, digest in zip(plan.tensors, hashes, strict=True)],
+        "tensors": _tensors(plan, records, source),
         "warnings": list(plan.warnings),
     }
-    return _compact_lists(document)
+    return document_bytes(document)
+
+
+def recorded_files(document: Mapping[str, Any]) -> dict[int, FileRecord]:
+    """The hashes of files and tensors that a manifest states, by file index.
+
+    Raises:
+        KeyError, TypeError: it is no manifest of this format.
+    """
+    tensors: dict[int, list[str]] = {}
+    for tensor in document["tensors"]:
+        if "sha256" in tensor:
+            tensors.setdefault(tensor["file"], []).append(tensor["sha256"])
+    return {
+        index: FileRecord(str(file["sha256"]), tuple(tensors.get(index, ())))
+        for index, file in enumerate(document["files"])
+        if "sha256" in file
+    }
+
+
+def _tensors(plan: Plan, records: Mapping[int, FileRecord], source: Source) -> list[dict[str, Any]]:
+    hashes = {index: iter(record.tensors) for index, record in records.items()}
+    return [_tensor(t, next(hashes[t.file]) if t.file in hashes else None, source) for t in plan.tensors]
+
+
+def _provenance(source: Source, settings: Mapping[str, str], imatrix_sha256: str | None) -> dict[str, Any]:
+    """SLSA's description of a build: what went in, and who did it."""
+    inputs = [
+        {"name": shard.name}
+        | ({"uri": f"{source.origin}/{shard.name}"} if "://" in source.origin else {})
+        | ({"digest": {"sha256": shard.sha256}} if shard.sha256 else {})
+        for shard in source.shards
+    ]
+    if imatrix_sha256:
+        inputs.append({"name": "imatrix", "digest": {"sha256": imatrix_sha256}})
+    return {
+        "buildDefinition": {
+            "buildType": _BUILD,
+            "externalParameters": dict(settings),
+            "resolvedDependencies": inputs,
+        },
+        "runDetails": {"builder": {"id": f"urn:kimi-gguf:{VERSION}", "version": {"kimi-gguf": VERSION}}},
+    }
+
+
+def _model(card: ModelCard) -> dict[str, Any]:
+    """What the checkpoint says of itself, for those who publish what was made of it."""
+    return {
+        "name": card.name,
+        "license": card.license,
+        "license_name": card.license_name,
+        "license_link": card.license_link,
+        "languages": list(card.languages),
+    }
+
+
+def _dimensions(config: ModelConfig) -> dict[str, Any]:
+    """What the memory of a context follows from."""
+    return {
+        "context_length": config.context_length,
+        "kda_layers": config.layer_kinds.count("kda"),
+        "mla_layers": config.layer_kinds.count("mla"),
+        "indexer_layers": len(config.dsa.layers) if config.dsa else 0,
+        "kda_heads": config.kda.heads,
+        "kda_head_dim": config.kda.head_dim,
+        "kda_conv_kernel": config.kda.conv_kernel,
+        "mla_latent": config.mla.kv_lora + config.mla.rope,
+        "indexer_head_dim": config.dsa.head_dim if config.dsa else 0,
+    }
 
 
 def _shard(shard: Shard) -> dict[str, Any]:
@@ -70,19 +155,20 @@ def _shard(shard: Shard) -> dict[str, Any]:
     return entry | {"sha256": shard.sha256} if shard.sha256 else entry
 
 
-def _tensor(tensor: PlannedTensor, digest: str, source: Source) -> dict[str, Any]:
+def _tensor(tensor: PlannedTensor, digest: str | None, source: Source) -> dict[str, Any]:
     spec = tensor.spec
     shards = {source.tensors[name].shard for name in source_names(spec, 0, row_count(spec))}
-    entry = {
+    entry: dict[str, Any] = {
         "name": spec.name,
         "shape": list(spec.shape),
         "type": tensor.qtype.name,
         "bytes": tensor.nbytes,
-        "sha256": digest,
         "file": tensor.file,
         "sources": list(spec.sources),
         "shards": sorted(shards),
     }
+    if digest is not None:
+        entry["sha256"] = digest
     if spec.experts:
         entry["experts"] = spec.experts
     if tensor.reason:
@@ -90,7 +176,7 @@ def _tensor(tensor: PlannedTensor, digest: str, source: Source) -> dict[str, Any
     return entry
 
 
-def _compact_lists(document: Mapping[str, Any]) -> bytes:
+def document_bytes(document: Mapping[str, Any]) -> bytes:
     """JSON with one line per key, and one per element of a list of objects: small, and still fit for diff."""
     lines = []
     for key, value in document.items():

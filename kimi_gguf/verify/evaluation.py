@@ -20,7 +20,7 @@ from kimi_gguf.reference.options import preset as reference_preset
 from kimi_gguf.verify.bars import Bars
 from kimi_gguf.verify.comparison import Comparison
 from kimi_gguf.verify.listeners import Compare, CompareWithTrace, Listener, Record
-from kimi_gguf.verify.models import OpenModel, open_model
+from kimi_gguf.verify.models import OpenModel, file_hashes, open_model
 from kimi_gguf.verify.observations import EngineName, NoProgress, Progress, TokenSet
 from kimi_gguf.verify.result import EvalReport
 from kimi_gguf.verify.stream import StreamSettings, run_stream
@@ -165,6 +165,7 @@ def evaluate(
         missing=_missing(opened, seen, from_trace=trace is not None),
         flags=comparison.flags(),
         settings={"preset": preset or "official", **settings},
+        model_files=file_hashes(Path(model)),
     )
     return replace(report, below_bar=(bars or Bars()).missed(report))
 

@@ -64,6 +64,17 @@ def open_model(path: Path) -> OpenModel:
     return OpenModel(path, gguf, identity, gguf_vocabulary(path), stamp)
 
 
+def file_hashes(path: Path) -> dict[str, str]:
+    """SHA-256 of every file of a GGUF by name; empty for a folder of a checkpoint."""
+    if path.is_dir():
+        return {}
+    hashes = {}
+    for part in read_gguf_set(path).paths:
+        with part.open("rb") as file:
+            hashes[part.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
+
+
 def _identity(label: str, config: ModelConfig, digest: str, recipe: str | None) -> ModelIdentity:
     return ModelIdentity(
         label=label,

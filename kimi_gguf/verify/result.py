@@ -158,6 +158,7 @@ class EvalReport:
         flags: findings that a reader must see, for example a first chunk over twice the baseline's perplexity.
         below_bar: the bars that were missed, as sentences; empty when all hold.
         settings: engine settings worth keeping (device, precision, batch, presets).
+        model_files: SHA-256 of each file of the model by name, when it is a GGUF: what ``publish --require`` compares.
     """
 
     engine: EngineName
@@ -180,6 +181,7 @@ class EvalReport:
     flags: tuple[str, ...] = ()
     below_bar: tuple[str, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
+    model_files: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
