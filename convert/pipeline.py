@@ -203,7 +203,9 @@ def _settings(choices: Choices, imatrix: Imatrix | None) -> dict[str, str]:
         "--tensor-type": ", ".join(f"{pattern}={qtype.name}" for pattern, qtype in choices.tensor_types),
         "--output-tensor-type": choices.output_type.name if choices.output_type is not None else None,
         "--token-embedding-type": choices.embedding_type.name if choices.embedding_type is not None else None,
-        "--override-kv": ", ".join(f"{o.key}={o.value}" for o in choices.overrides),
+        "--override-kv": ", ".join(
+            f"{o.key}={o.kind}:{str(o.value).lower() if o.kind == 'bool' else o.value}" for o in choices.overrides
+        ),
         "--encoder": choices.encoder,
     }
     return {flag: str(value) for flag, value in pairs.items() if value}
