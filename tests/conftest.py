@@ -33,13 +33,12 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
 
 
 @pytest.fixture(scope="session")
-def runtime(pytestconfig: pytest.Config) -> Runtime:
+def runtime(say: Callable[[str], None]) -> Runtime:
     """The patched llama.cpp with default options; built first when it is missing, which takes minutes."""
-    reporter = pytestconfig.pluginmanager.getplugin("terminalreporter")
 
     class Note:
         def stage(self, name: str) -> None:
-            reporter.write_line(f"llama.cpp runtime is missing: {name} ...")
+            say(f"llama.cpp runtime is missing: {name} ...")
 
         def step(self, done: int, total: int) -> None: ...
 
@@ -50,9 +49,11 @@ def runtime(pytestconfig: pytest.Config) -> Runtime:
 def say(pytestconfig: pytest.Config) -> Callable[[str], None]:
     """Writes a line to the terminal, past pytest's capturing: figures that a run is to show."""
     reporter = pytestconfig.pluginmanager.getplugin("terminalreporter")
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
 
     def write(text: str) -> None:
-        reporter.ensure_newline()
-        reporter.write_line(text)
+        with capture.global_and_fixture_disabled():
+            reporter.ensure_newline()
+            reporter.write_line(text)
 
     return write
