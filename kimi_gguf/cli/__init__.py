@@ -33,6 +33,10 @@ VERBS = {
 """Verbs and what they do; the verb NAME is ``command`` of the module ``kimi_gguf.cli.NAME``."""
 
 
+_LAYERS = "when hidden states were on disk (--scratch DIR), the same command with --resume goes on after the last layer"
+_CONTINUED = {"convert": "the same command continues where it stopped", "eval": _LAYERS, "imatrix": _LAYERS}
+
+
 class Verbs(click.Group):
     """A group that imports a verb's module only when the verb is called."""
 
@@ -81,8 +85,7 @@ def run(arguments: list[str]) -> int:
         console.error(fault.format_message(), _usage_hint(fault), fault.exit_code)
         return fault.exit_code
     except (KeyboardInterrupt, click.Abort):
-        hint = "the same command continues where it stopped" if arguments[:1] == ["convert"] else None
-        console.error("interrupted", hint, INTERRUPTED)
+        console.error("interrupted", _CONTINUED.get(arguments[0] if arguments else ""), INTERRUPTED)
         return INTERRUPTED
     except BrokenPipeError:
         return 1

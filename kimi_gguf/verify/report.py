@@ -115,7 +115,7 @@ def _output_rows(output: OutputResult | None) -> Iterator[tuple[str, str]]:
     if output is None:
         return
     kl, quantiles = output.kl, output.kl_quantiles
-    bound = " (a lower bound: from a trace)" if output.from_trace else ""
+    bound = " (estimated from the trace)" if output.from_trace else ""
     yield "KL divergence", f"{number(kl)} nats{bound}"
     shares = {"50 %": quantiles.median, "90 %": quantiles.p90, "99 %": quantiles.p99, "99.9 %": quantiles.p999}
     yield "KL quantiles", ", ".join(f"{share} {found.value:.3g}" for share, found in shares.items())
