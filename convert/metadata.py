@@ -16,7 +16,7 @@ import gguf
 from convert.config import ModelConfig
 from convert.domain import Source, TensorSpec
 from convert.gguf_file import MetadataEntry, ValueType
-from convert.model_card import ModelCard, read_chat_template, read_model_card, title
+from convert.model_card import ModelCard, own_chat_template, read_chat_template, read_model_card, title
 from convert.overrides import Override, apply_overrides
 from quant.errors import InputError
 from quant.tensors import TensorClass
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 QUANTIZATION_VERSION = 2
 DEFAULT_NAMES = {"kimi-k3": "Kimi K3", "kimi-k31": "Kimi K3.1 Pro"}
-NO_TEMPLATE = "the checkpoint has no chat template; the GGUF gets none, so name one when you serve it"
+OWN_TEMPLATE = "the checkpoint has no chat template; the GGUF gets this tool's own for the format of Kimi K3 and K3.1"
+# What the makers of the models recommend; top-k and min-p, which llama.cpp applies by itself, are off.
+SAMPLING = (("temp", 1.0), ("top_p", 0.95), ("top_k", 0), ("min_p", 0.0))
 
 _LONGEST_STEM_BYTES = 120
 _VARIANT = "this variant of the architecture has no GGUF yet"
@@ -85,11 +87,12 @@ def build_metadata(
     template = read_chat_template(source)
     entries = [
         *_general(config, card, chosen, recipe, size_label(specs)),
+        *_sampling(),
         *architecture_keys(config),
-        *_tokenizer(vocab, template),
+        *_tokenizer(vocab, template or own_chat_template()),
         *(_imatrix(imatrix) if imatrix else ()),
     ]
-    warnings = card.warnings if template else (*card.warnings, NO_TEMPLATE)
+    warnings = card.warnings if template else (*card.warnings, OWN_TEMPLATE)
     return ModelMetadata(tuple(apply_overrides(entries, overrides)), chosen, warnings)
 
 
@@ -202,6 +205,14 @@ def _general(config: ModelConfig, card: ModelCard, name: str, recipe: RecipeInfo
     return [entry for entry in entries if entry is not None]
 
 
+def _sampling() -> list[MetadataEntry]:
+    """What llama.cpp's programs sample with when a request says nothing."""
+    return [
+        _entry(f"general.sampling.{key}", ValueType.INT32 if isinstance(value, int) else ValueType.FLOAT32, value)
+        for key, value in SAMPLING
+    ]
+
+
 def _base_models(card: ModelCard) -> list[MetadataEntry | None]:
     if not card.base_models:
         return []
@@ -214,7 +225,7 @@ def _base_models(card: ModelCard) -> list[MetadataEntry | None]:
     return entries
 
 
-def _tokenizer(vocab: Vocab, template: str | None) -> list[MetadataEntry]:
+def _tokenizer(vocab: Vocab, template: str) -> list[MetadataEntry]:
     prefix = "tokenizer.ggml"
     ids = (("bos", vocab.bos), ("eos", vocab.eos), ("padding", vocab.pad))
     entries = [

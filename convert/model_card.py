@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 import yaml
@@ -86,6 +87,11 @@ def read_chat_template(source: Source) -> str | None:
         named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
         template = named.get("default")
     return template if isinstance(template, str) and template else None
+
+
+def own_chat_template() -> str:
+    """The Jinja chat template of K3 and K3.1 for checkpoints without one: the released ones render in Python code."""
+    return files("convert").joinpath("chat_template.jinja").read_bytes().decode("utf-8")
 
 
 def _front_matter(readme: bytes | None) -> tuple[dict[Any, Any], tuple[str, ...]]:

@@ -185,7 +185,7 @@ def test_inspection_shows_sizes_and_structure(verb: Any, checkpoint: Path, tmp_p
         assert code == 0
     assert values[0] == values[1]
     value = values[0]
-    assert value["structure"] == {"checked": True, "faults": [], "warnings": ["no chat template"]}
+    assert value["structure"] == {"checked": True, "faults": [], "warnings": []}
     assert value["expert_bits_per_weight"] == 4.25
     assert value["bytes"] == sum(file.stat().st_size for file in files)
     assert len(value["tensor_list"]) == value["tensors"]

@@ -13,7 +13,7 @@ from gguf_samples import Files
 from convert.config import ModelConfig
 from convert.gguf_file import MetadataEntry, ValueType, header_bytes
 from convert.metadata import (
-    NO_TEMPLATE,
+    OWN_TEMPLATE,
     ImatrixFacts,
     ModelMetadata,
     architecture_keys,
@@ -21,7 +21,7 @@ from convert.metadata import (
     file_stem,
     size_label,
 )
-from convert.model_card import read_chat_template, read_model_card
+from convert.model_card import own_chat_template, read_chat_template, read_model_card
 from convert.overrides import apply_overrides, parse_override
 from convert.shapes import released_config, released_specs
 from quant.errors import InputError, UsageError
@@ -131,6 +131,10 @@ def test_general_and_tokenizer_keys_of_a_bare_checkpoint() -> None:
         "general.size_label": (TEXT, "896x60B"),
         "general.quantization_version": (U32, 2),
         "general.file_type": (U32, 38),
+        "general.sampling.temp": (ValueType.FLOAT32, 1.0),
+        "general.sampling.top_p": (ValueType.FLOAT32, 0.95),
+        "general.sampling.top_k": (ValueType.INT32, 0),
+        "general.sampling.min_p": (ValueType.FLOAT32, 0.0),
         "tokenizer.ggml.model": (TEXT, "gpt2"),
         "tokenizer.ggml.pre": (TEXT, "kimi-k2"),
         "tokenizer.ggml.tokens": (ValueType.ARRAY, ["a", "b", "ab"]),
@@ -140,8 +144,9 @@ def test_general_and_tokenizer_keys_of_a_bare_checkpoint() -> None:
         "tokenizer.ggml.eos_token_id": (U32, 163586),
         "tokenizer.ggml.padding_token_id": (U32, 163839),
         "tokenizer.ggml.add_bos_token": (BOOL, False),
+        "tokenizer.chat_template": (TEXT, own_chat_template()),
     }
-    assert result.warnings == (NO_TEMPLATE,)
+    assert result.warnings == (OWN_TEMPLATE,)
     header_bytes(result.entries, [], [])
 
 
