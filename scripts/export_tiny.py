@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from kimi_gguf.reference.checkpoint_files import generation_config, tokenizer_co
 from kimi_gguf.reference.checkpoint_shape import checkpoint_config
 from kimi_gguf.reference.checkpoint_store import open_checkpoint
 from kimi_gguf.reference.checkpoint_writer import write_checkpoint
+from kimi_gguf.reference.indexer import IndexerWeights
 from kimi_gguf.reference.layer import Trace
 from kimi_gguf.reference.model import ModelCache, logits
 from kimi_gguf.reference.options import Options
@@ -77,6 +78,24 @@ def window_losses(store: WeightStore, data: Tensor, options: Options) -> tuple[l
     return losses, loads
 
 
+class BlindStore:
+    """A store whose indexers are random matrices: what choosing keys without having learned it costs."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self.store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def indexer(self, layer: int) -> IndexerWeights | None:
+        learned = self.store.indexer(layer)
+        if learned is None:
+            return None
+        generator = torch.Generator().manual_seed(layer)
+        made_up = [torch.randn(w.shape, generator=generator) for w in (learned.wq_b, learned.wk, learned.weights)]
+        return IndexerWeights(*made_up, torch.ones_like(learned.k_norm), None)
+
+
 def sample(store: WeightStore, vocabulary: bytes, count: int, seed: int) -> str:
     """``count`` tokens after ``PROMPT``, drawn at temperature 0.8."""
     encoding = tokenizer.encoding(vocabulary)
@@ -102,12 +121,14 @@ def measure(out: Path, data: Data, training: dict[str, Any]) -> dict[str, Any]:
     held_out = windows(data.held_out)
     sparse, loads = window_losses(store, held_out, Options(kda_form="centred"))
     dense, _ = window_losses(store, held_out, Options(kda_form="centred", sparse=False))
+    blind, _ = window_losses(cast(WeightStore, BlindStore(store)), held_out, Options(kda_form="centred"))
     bigram = bigram_losses(data.train, held_out, CONFIG.vocab_size)
     return {
         "windows": len(held_out),
         "window_tokens": CONFIG.context_length,
         "perplexity": perplexity(sparse),
         "perplexity_without_indexer": perplexity(dense),
+        "perplexity_with_random_indexer": perplexity(blind),
         "bigram_perplexity": perplexity(bigram),
         "bigram_window_losses": [round(loss, 5) for loss in bigram],
         "window_losses": [round(loss, 5) for loss in sparse],
@@ -147,10 +168,13 @@ empty context. `figures.json` has them by window and by expert.
 
 | what | value |
 |---|---|
-| perplexity on the held-out text | {perplexity:.2f} |
-| the same with the indexer off (dense attention) | {perplexity_without_indexer:.2f} |
+| perplexity on the held-out text | {perplexity:.4f} |
+| the same with the indexer off (dense attention) | {perplexity_without_indexer:.4f} |
+| the same with an indexer of random weights | {perplexity_with_random_indexer:.4f} |
 | add-one bigram model with the same vocabulary | {bigram_perplexity:.2f} |
 | tokens per expert, least to most (even share {even:.0f}) | {least} to {most} |
+
+KDA carries most of the context in this model: what MLA adds is small, and so is what the indexer's choice changes.
 
 ## Sample
 Temperature 0.8:

@@ -51,15 +51,16 @@ def windows(ids: Tensor, store: CheckpointStore) -> Tensor:
 
 
 class Measured:
-    """Loss of each window, and tokens per expert of each layer."""
+    """Losses of each window's tokens, their mean, and tokens per expert of each layer."""
 
     def __init__(self, store: CheckpointStore, windows: Tensor, options: Options) -> None:
         self.loads: dict[int, Tensor] = {}
-        self.losses: list[float] = []
+        self.token_losses: list[Tensor] = []
         with torch.inference_mode():
             for window in windows.split(1):
                 output = logits(store, window[:, :-1], options, observe=self.observe)
-                self.losses.append(functional.cross_entropy(output[0], window[0, 1:]).item())
+                self.token_losses.append(functional.cross_entropy(output[0], window[0, 1:], reduction="none"))
+        self.losses = [float(losses.mean()) for losses in self.token_losses]
 
     def observe(self, layer: int, _stream: Stream, trace: Trace) -> None:
         if trace.routing is not None:
@@ -90,8 +91,17 @@ def test_every_expert_is_used(measured: Measured, figures: dict[str, Any]) -> No
 
 def test_the_indexer_changes_the_loss(store: CheckpointStore, windows: Tensor, measured: Measured) -> None:
     dense = Measured(store, windows[:2], Options(kda_form="centred", sparse=False))
-    changes = [abs(a - b) for a, b in zip(dense.losses, measured.losses[:2], strict=True)]
-    assert min(changes) > 1e-4
+    top_k = store.config.dsa.top_k if store.config.dsa else 0
+    for one, other in zip(measured.token_losses[:2], dense.token_losses, strict=True):
+        change = (one - other).abs()
+        assert float(change[:top_k].max()) < 1e-4
+        assert float(change[top_k:].mean()) > 3e-4
+
+
+def test_what_the_indexer_learned_is_better_than_random_keys(figures: dict[str, Any]) -> None:
+    learned = abs(figures["perplexity"] - figures["perplexity_without_indexer"])
+    blind = figures["perplexity_with_random_indexer"] - figures["perplexity_without_indexer"]
+    assert blind > 10 * learned
 
 
 def test_the_held_out_text_is_whole_and_long_enough(ids: Tensor, figures: dict[str, Any]) -> None:
