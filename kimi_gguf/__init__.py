@@ -13,17 +13,19 @@ from convert.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from kimi_gguf.api import convert, inspect, plan
+    from kimi_gguf.publish.run import publish_model
     from kimi_gguf.verify.evaluation import evaluate, record
     from kimi_gguf.verify.imatrix import imatrix
     from kimi_gguf.verify.payload import verify_model
 
-__all__ = ["__version__", "convert", "evaluate", "imatrix", "inspect", "plan", "record", "verify_model"]
+__all__ = ["__version__", "convert", "evaluate", "imatrix", "inspect", "plan", "publish_model", "record", "verify_model"]
 
 _HOMES = {
     "convert": "kimi_gguf.api",
     "inspect": "kimi_gguf.api",
     "plan": "kimi_gguf.api",
     "evaluate": "kimi_gguf.verify.evaluation",
+    "publish_model": "kimi_gguf.publish.run",
     "record": "kimi_gguf.verify.evaluation",
     "imatrix": "kimi_gguf.verify.imatrix",
     "verify_model": "kimi_gguf.verify.payload",

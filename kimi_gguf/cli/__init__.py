@@ -28,6 +28,7 @@ VERBS = {
     "imatrix": "Make an importance matrix, one layer at a time on one machine.",
     "verify": "Trace every tensor of a GGUF to its checkpoint, and compare the values.",
     "demo": "Make a tiny K3.1 checkpoint, convert it to Q4_K_M, inspect the result.",
+    "publish": "Publish GGUF files on the Hub, with manifest, eval report and a model card.",
     "runtime": "Build the patched llama.cpp that runs the models, or show what is built.",
 }
 """Verbs and what they do; the verb NAME is ``command`` of the module ``kimi_gguf.cli.NAME``."""
