@@ -183,6 +183,36 @@ def test_another_archive_is_refused(house: House) -> None:
         module.build(sdist=house.sdist / "gone")
 
 
+def stand_in_for_python(path: Path, script: str) -> str:
+    """An interpreter that runs a shell script instead of ``-m pip download ...``."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_archive_is_fetched_with_pip_once(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    copying = f'echo "$@" >> "$FAKE_LOG"; for last; do :; done; cp {house.sdist} "$last"'
+    monkeypatch.setattr("sys.executable", stand_in_for_python(house.cache.parent / "python", copying))
+    module.build()
+    call = house.calls.read_text().splitlines()[0]
+    assert call.startswith("-m pip download")
+    assert "--no-deps --no-binary fake-llama --require-hashes" in call
+    assert (house.cache / "downloads" / house.sdist.name).is_file()
+    module.build(force=True)
+    assert house.calls.read_text().count("pip download") == 1
+
+
+def test_a_fetch_that_fails_names_the_log_and_the_way_out(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = stand_in_for_python(house.cache.parent / "python", "echo no network >&2; exit 1")
+    monkeypatch.setattr("sys.executable", failing)
+    with pytest.raises(UsageError, match=r"pip could not fetch fake-llama 1\.2") as caught:
+        module.build()
+    assert "--sdist FILE" in str(caught.value.hint)
+    (log,) = (house.cache / "runtime" / "logs").iterdir()
+    assert str(log) in caught.value.message
+    assert "no network" in log.read_text()
+
+
 def test_a_failed_build_shows_the_error_and_leaves_nothing(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_FAIL", "1")
     with pytest.raises(RuntimeFault, match=r"compiling llama\.cpp failed[^$]*llama\.cpp:7: error: no such thing"):
