@@ -101,7 +101,7 @@ def test_the_indexer_changes_the_loss(store: CheckpointStore, windows: Tensor, m
 def test_what_the_indexer_learned_is_better_than_random_keys(figures: dict[str, Any]) -> None:
     learned = abs(figures["perplexity"] - figures["perplexity_without_indexer"])
     blind = figures["perplexity_with_random_indexer"] - figures["perplexity_without_indexer"]
-    assert blind > 10 * learned
+    assert blind > 5 * learned
 
 
 def test_the_held_out_text_is_whole_and_long_enough(ids: Tensor, figures: dict[str, Any]) -> None:
