@@ -21,6 +21,7 @@ from convert.transforms import expert_rows, row_count
 from kimi_gguf import convert, verify_model
 from kimi_gguf.cli import run
 from kimi_gguf.reference.checkpoint_maker import TinyShape, make_checkpoint
+from kimi_gguf.verify.identity import match_tensors
 from kimi_gguf.verify.sampling import sample_rows
 from kimi_gguf.verify.verdicts import VerifyReport
 from quant import ggml
@@ -101,8 +102,14 @@ def only_fault(report: VerifyReport) -> tuple[str, str]:
     return failed.name, "; ".join(failed.faults)
 
 
-@pytest.mark.parametrize("quant", ["MXFP4", "MXFP4_MOE", "F16", "Q4_K_M", "Q2_K", "IQ4_XS"])
-@pytest.mark.parametrize("full", [False, True], ids=["sample", "full"])
+@pytest.mark.parametrize(
+    ("quant", "full"),
+    [
+        *(("MXFP4", full) for full in (False, True)),
+        *(("Q4_K_M", full) for full in (False, True)),
+        *((quant, False) for quant in ("MXFP4_MOE", "F16", "Q2_K", "Q5_K_M")),
+    ],
+)
 def test_what_the_checkpoint_makes_passes(quant: str, full: bool, made: Callable[..., Path], source: Path) -> None:
     report = verify_model(made(quant), source=source, full=full)
     assert report.ok, [(t.name, t.faults) for t in report.failed]
@@ -346,3 +353,34 @@ def test_what_cannot_be_used_is_an_error(made: Callable[..., Path], source: Path
         verify_model(made("MXFP4"), source=tmp_path)
     with pytest.raises(UsageError, match="0 threads"):
         verify_model(made("MXFP4"), source=source, threads=0)
+
+
+def test_a_split_set_of_k3_is_checked_from_any_of_its_files(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "k3", TinyShape(k31=False, layers=4, experts=16, vision=False), seed=2)
+    files = convert(source, quant="MXFP4", outdir=tmp_path / "out", split_max_size="2M").files
+    assert len(files) > 2
+    report = verify_model(files[-1], source=source)
+    assert report.ok and report.arch == "kimi-k3"
+    patch = Patch(next(f for f in files if EXPERTS in {t.name for t in parse_gguf(f).tensors}), EXPERTS)
+    patch.write(0, patch.read(patch.rows // 16, patch.rows // 16))
+    assert "of expert 1" in only_fault(verify_model(files[0], source=source))[1]
+
+
+def test_undivided_key_and_value_matrices_are_traced_too(source: Path, specs: dict[str, TensorSpec]) -> None:
+    with open_source(source) as opened:
+        tensors = opened.tensors
+        name = next(iter(specs["blk.3.attn_k_b.weight"].sources))
+        whole = GgufTensor("blk.3.attn_kv_b.weight", tensors[name].shape, QuantType.BF16, 0, tensors[name].nbytes)
+        found = [GgufTensor(s.name, s.shape, QuantType.F32, 0, 0) for s in specs.values()]
+        kept = [t for t in found if t.name not in ("blk.3.attn_k_b.weight", "blk.3.attn_v_b.weight")]
+        matched = match_tensors(specs.values(), tensors, [*kept, whole])
+        assert matched.unpaired == ()
+        (spec,) = (spec for spec, tensor in matched.pairs if tensor is whole)
+        assert (spec.transform, spec.sources) == ("copy", (name,))
+        missing = match_tensors(specs.values(), tensors, kept).unpaired
+        assert [(v.name, v.faults) for v in missing] == [
+            ("blk.3.attn_k_b.weight", ("is missing",)),
+            ("blk.3.attn_v_b.weight", ("is missing",)),
+        ]
+        (extra,) = match_tensors(specs.values(), tensors, [*found, whole]).unpaired
+        assert extra.name == whole.name and "nothing in the checkpoint" in extra.faults[0]
