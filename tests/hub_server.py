@@ -134,6 +134,8 @@ class HubServer(ThreadingHTTPServer):
 
 class Handler(HubApi, BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    # Head and body are two writes; without this the second waits for the first one's acknowledgement.
+    disable_nagle_algorithm = True
     server: HubServer
 
     def log_message(self, format: str, *args: Any) -> None: ...

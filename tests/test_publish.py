@@ -277,7 +277,7 @@ def test_a_killed_upload_is_continued_and_nothing_is_sent_twice(hub: HubServer, 
 def test_of_two_uploads_one_waits_and_another_machines_commit_is_not_undone(
     hub: HubServer, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with upload_lock(REPO, "main"), pytest.raises(OutputError, match="another process .* uploads to"):
+    with upload_lock(REPO, "main"), pytest.raises(OutputError, match=r"another process .* uploads to"):
         publish_model(made, REPO, create=True)
     real = hub.store.commit
     foreign = [hub.store.entry("notes.txt", hub.store.put(b"theirs"))]
