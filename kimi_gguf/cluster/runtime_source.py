@@ -75,10 +75,12 @@ def unpack(upstream: Upstream, sdist: Path, folder: Path) -> tuple[Path, Path]:
             if prefix is None:
                 continue
             relative = member.name.removeprefix(prefix)
-            if relative.startswith(_UNUSED):
-                continue
-            member.name = relative
-            archive.extract(member, wanted[prefix], filter="data")
+            content = archive.extractfile(member) if member.isfile() and not relative.startswith(_UNUSED) else None
+            if content is not None:
+                target = wanted[prefix] / relative
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with content, target.open("wb") as file:
+                    shutil.copyfileobj(content, file)
     return folder / "src", folder / "python"
 
 
