@@ -1,22 +1,30 @@
-"""The demonstration: a tiny K3.1 checkpoint with the release's structure, converted and inspected."""
+"""The demonstration: the tiny trained K3.1 that is shipped, converted, inspected, and run where a runtime is built."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from convert.progress import Progress
+from convert.vocab import parse_ranks
 from kimi_gguf import api
+from kimi_gguf.cluster import runtime
+from kimi_gguf.cluster.generate import generate
+from kimi_gguf.cluster.llama_engine import EngineOptions, LlamaEngine
 from kimi_gguf.inspection import Inspection
 from kimi_gguf.plan_summary import PlanSummary
-from kimi_gguf.reference.checkpoint_maker import TinyShape, make_checkpoint
-from quant.errors import UsageError
+from quant.errors import KimiGgufError, UsageError
 
 DEFAULT_DIRECTORY = "kimi-gguf-demo"
+NAME = "Tiny-K3.1"
 QUANT = "Q4_K_M"
+PROMPT = ("She", " had", " been")
+"""Each a token of the shipped vocabulary."""
+TOKENS = 96
 SEED = 31
 
 _MARK = ".made-by-kimi-gguf-demo"
@@ -24,7 +32,11 @@ _MARK = ".made-by-kimi-gguf-demo"
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What the demonstration made: ``predicted`` and ``actual`` bytes are those of the GGUF file."""
+    """What the demonstration made.
+
+    ``predicted`` and ``actual`` bytes are those of the GGUF file; ``text`` is what the model wrote, or None when no
+    runtime is built.
+    """
 
     checkpoint: Path
     file: Path
@@ -34,6 +46,7 @@ class DemoResult:
     predicted: int
     actual: int
     seconds: float
+    text: str | None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -43,9 +56,15 @@ class DemoResult:
             "predicted_bytes": self.predicted,
             "actual_bytes": self.actual,
             "seconds": round(self.seconds, 3),
+            "text": self.text,
             "plan": self.plan.to_dict(),
             "inspection": self.inspection.to_dict(),
         }
+
+
+def tiny_checkpoint() -> Path:
+    """The folder of the tiny trained K3.1 checkpoint that is shipped, in the released format."""
+    return Path(str(resources.files("kimi_gguf") / "data" / "tiny-k31"))
 
 
 def demo(
@@ -54,12 +73,13 @@ def demo(
     note: Callable[[str], None] = lambda text: None,
     progress: Progress | None = None,
 ) -> DemoResult:
-    """Make a tiny K3.1 checkpoint in ``directory``, convert it to Q4_K_M, inspect the file.
+    """Convert the tiny trained checkpoint to Q4_K_M in ``directory``, inspect the file, let the model write.
 
-    The folder is kept. One that an earlier run made is used again; one with other content is refused.
+    The folder is kept. One that an earlier run made is used again; one with other content is refused. Text is written
+    only where ``kimi-gguf runtime build`` has been run.
 
     Args:
-        directory: where everything goes.
+        directory: where the GGUF goes.
         note: told what happens, sentence by sentence.
         progress: of the conversion.
 
@@ -69,12 +89,12 @@ def demo(
     """
     home = Path(directory)
     _claim(home)
-    note(f"making a checkpoint of five layers, 16 experts in each, in {home / 'checkpoint'}")
-    checkpoint = make_checkpoint(home / "checkpoint", TinyShape(), seed=SEED)
-    (summary,) = api.plan(checkpoint, quant=QUANT, outdir=home)
+    checkpoint = tiny_checkpoint()
+    note(f"a K3.1 of five layers with 16 experts in each, trained on novels, from {checkpoint}")
+    (summary,) = api.plan(checkpoint, quant=QUANT, outdir=home, name=NAME)
     predicted = summary.nbytes or 0
     note(f"planned {QUANT}: {predicted:,} bytes in {len(summary.files)} file")
-    result = api.convert(checkpoint, quant=QUANT, outdir=home, overwrite=True, progress=progress)
+    result = api.convert(checkpoint, quant=QUANT, outdir=home, name=NAME, overwrite=True, progress=progress)
     (file,) = result.files
     note(f"converted in {result.seconds:.1f} s, every unit read back and checked")
     return DemoResult(
@@ -86,7 +106,23 @@ def demo(
         predicted=predicted,
         actual=file.stat().st_size,
         seconds=result.seconds,
+        text=_written(file, checkpoint / "tiktoken.model", note),
     )
+
+
+def _written(file: Path, vocabulary: Path, note: Callable[[str], None]) -> str | None:
+    """What the model writes after ``PROMPT``; None without a runtime."""
+    try:
+        built = runtime.find()
+    except KimiGgufError:
+        note("the model writes a few sentences here once `kimi-gguf runtime build` has been run")
+        return None
+    words = parse_ranks(vocabulary.read_bytes(), vocabulary.name)
+    ids = {word: number for number, word in enumerate(words)}
+    prompt = [ids[word.encode()] for word in PROMPT]
+    with LlamaEngine(file, EngineOptions(n_ctx=512), runtime=built) as engine:
+        tokens = [*prompt, *generate(engine, prompt, TOKENS, temperature=0.8, seed=SEED)]
+    return b"".join(words[token] for token in tokens if token < len(words)).decode("utf-8", "replace")
 
 
 def _claim(home: Path) -> None:

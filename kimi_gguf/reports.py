@@ -83,7 +83,8 @@ def demo_text(result: DemoResult) -> str:
         f"GGUF        {result.file}",
         f"size        {result.predicted:,} bytes predicted, {result.actual:,} written: {same}",
     ]
-    return "\n\n".join([inspection_text(result.inspection), *_changes(result.plan), "\n".join(lines)])
+    written = [] if result.text is None else ["the model writes:", result.text]
+    return "\n\n".join([inspection_text(result.inspection), *_changes(result.plan), "\n".join(lines), *written])
 
 
 def _structure(found: Inspection) -> str:

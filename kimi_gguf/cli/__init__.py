@@ -27,7 +27,7 @@ VERBS = {
     "eval": "Compare a model with a baseline: routing, perplexity, KL divergence; or record a baseline.",
     "imatrix": "Make an importance matrix, one layer at a time on one machine.",
     "verify": "Trace every tensor of a GGUF to its checkpoint, and compare the values.",
-    "demo": "Make a tiny K3.1 checkpoint, convert it to Q4_K_M, inspect the result.",
+    "demo": "Convert the tiny K3.1 that is shipped to Q4_K_M, inspect it, let it write.",
     "publish": "Publish GGUF files on the Hub, with manifest, eval report and a model card.",
     "runtime": "Build the patched llama.cpp that runs the models, or show what is built.",
 }

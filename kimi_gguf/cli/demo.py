@@ -13,7 +13,7 @@ from kimi_gguf.reports import demo_text
 @click.option("--dir", "directory", default=DEFAULT_DIRECTORY, show_default=True, metavar="DIR", help="Where to work.")
 @output_options
 def command(directory: str, as_json: bool, quiet: bool) -> int:
-    """Make a tiny K3.1 checkpoint, convert it to Q4_K_M, inspect the result.
+    """Convert the tiny K3.1 that is shipped to Q4_K_M, inspect the result, let it write.
 
     The folder DIR is kept, and used again by the next run.
     """
