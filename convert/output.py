@@ -65,14 +65,20 @@ class OutputSet:
                 "free some space, choose a smaller --quant, or write to another filesystem",
             )
 
-    def prepare(self, index: int) -> None:
-        """Make the partial file: full size, header in place, whatever it held at its planned offsets kept."""
+    def prepare(self, index: int, padding: Iterable[tuple[int, int]]) -> None:
+        """Make the partial file: full size, header and padding in place, all that it held between them kept.
+
+        Args:
+            padding: (begin, end) of the zeros after each tensor; the file may be what another plan or a fault left.
+        """
         path = self.partial(index)
         with disk_faults(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 os.ftruncate(descriptor, self.files[index].nbytes)
                 _write(descriptor, self.files[index].header, 0)
+                for begin, end in padding:
+                    _write(descriptor, bytes(end - begin), begin)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)

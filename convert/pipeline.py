@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from convert.delivery import Delivery
 from convert.domain import ConvertResult, Plan, Source
 from convert.executor import FLUSH_SECONDS, Job, run
 from convert.flags import PathLike, choices_from_flags
+from convert.journal import FileRecord
 from convert.manifest import manifest_bytes
 from convert.output import OutputSet, write_atomically
-from convert.plan import Choices, check_importance, load_imatrix, make_plan, read_checkpoint
+from convert.plan import Choices, check_importance, load_imatrix, make_plan, padding, read_checkpoint
 from convert.progress import Progress, Silent
 from convert.session import begin, done_bytes
 from convert.source import open_source
@@ -42,7 +44,7 @@ def convert(
     output_tensor_type: str | None = None,
     token_embedding_type: str | None = None,
     override_kv: Sequence[str] = (),
-    encoder: Literal["ggml", "native"] = "ggml",
+    encoder: Literal["ggml", "native"] = "native",
     no_fallback: bool = False,
     force: bool = False,
     threads: int | None = None,
@@ -51,6 +53,7 @@ def convert(
     progress: Progress | None = None,
     on_plan: Callable[[Plan], None] | None = None,
     on_file_done: Callable[[Path], None] | None = None,
+    delivery: Delivery | None = None,
 ) -> ConvertResult:
     """Convert a checkpoint to GGUF, or continue a conversion that was interrupted.
 
@@ -74,6 +77,7 @@ def convert(
         progress: told of everything that happens.
         on_plan: called with the valid plan before anything is written; may raise to stop.
         on_file_done: called from a worker thread with each file that has its final name.
+        delivery: takes finished files away; those are not in the result. Room on disk is then its affair.
 
     Raises:
         UsageError: parameters that make no sense together; nothing has been written.
@@ -117,35 +121,52 @@ def convert(
         outputs = OutputSet(directory, _set_name(plan), plan.files)
         settings = _settings(choices, importance)
         units = UnitTable([tensor.spec for tensor in plan.tensors])
-        session = begin(plan, source, units, outputs, settings, stamps, overwrite=overwrite)
+        imatrix_sha256 = importance.sha256 if importance else None
+
+        def manifest_of(records: Mapping[int, FileRecord]) -> bytes:
+            return manifest_bytes(checkpoint, plan, settings, records, imatrix_sha256=imatrix_sha256)
+
+        elsewhere = None if delivery is None else delivery.begin(plan, manifest_of)
+        session = begin(plan, source, units, outputs, settings, stamps, overwrite=overwrite, elsewhere=elsewhere)
+
+        def file_done(path: Path) -> None:
+            if on_file_done:
+                on_file_done(path)
+            if delivery:
+                index = [file.name for file in plan.files].index(path.name)
+                delivery.take(index, path, session.journal.files[index])
+
         try:
             progress.planned(plan, len(units) - len(session.pending), done_bytes(plan, units, session.pending))
             for index in session.unfinished:
-                outputs.prepare(index)
+                outputs.prepare(index, padding(plan, index))
+            if delivery:
+                waiting = [i for i in sorted(session.journal.files) if i not in (elsewhere or {})]
+                delivery.started(plan, units, session.pending, waiting)
+                for index in waiting:
+                    delivery.take(index, outputs.final(index), session.journal.files[index])
             run(
                 Job(plan, source, units, outputs, session.journal, stamps, importance),
                 session.pending,
                 session.unfinished,
                 threads=workers,
                 progress=progress,
-                on_file_done=on_file_done,
+                on_file_done=file_done,
                 flush_seconds=FLUSH_SECONDS,
             )
-            manifest = manifest_bytes(
-                checkpoint,
-                plan,
-                settings,
-                session.journal.files,
-                imatrix_sha256=importance.sha256 if importance else None,
-            )
+            manifest = manifest_of(session.journal.files)
+            if delivery:
+                delivery.finish(manifest)
             write_atomically(outputs.manifest, manifest)
         except BaseException:
             session.journal.close()
+            if delivery:
+                delivery.abandon()
             raise
         finally:
             outputs.close()
         session.journal.remove()
-    files = tuple(outputs.final(index) for index in range(len(plan.files)))
+    files = () if delivery else tuple(outputs.final(index) for index in range(len(plan.files)))
     resumed = len(units) - len(session.pending)
     return ConvertResult(plan, files, outputs.manifest, time.monotonic() - started, resumed)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from convert.config import ModelConfig, parse_config
 from convert.domain import Plan, PlannedFile, PlannedTensor, Source, SourceTensor, TensorSpec
-from convert.gguf_file import TensorEntry, cut, lay_out_split
+from convert.gguf_file import ALIGNMENT, TensorEntry, cut, lay_out_split, padded
 from convert.layout import build_layout
 from convert.metadata import ImatrixFacts, build_metadata, file_stem
 from convert.overrides import Override
@@ -77,7 +77,7 @@ class Choices:
     output_type: QuantType | None = None
     embedding_type: QuantType | None = None
     overrides: tuple[Override, ...] = ()
-    encoder: str = "ggml"
+    encoder: str = "native"
     allow_fallback: bool = True
     force: bool = False
 
@@ -167,6 +167,14 @@ def make_plan(checkpoint: Checkpoint, choices: Choices, imatrix: Imatrix | None 
         tuple(dict.fromkeys(warnings)),
         _digest(checkpoint, choices, files, planned, imatrix),
     )
+
+
+def padding(plan: Plan, index: int) -> Iterator[tuple[int, int]]:
+    """(begin, end) of the zeros after each tensor of file ``index``."""
+    for tensor in plan.tensors:
+        end = tensor.offset + tensor.nbytes
+        if tensor.file == index and end % ALIGNMENT:
+            yield end, padded(end)
 
 
 def check_importance(plan: Plan, imatrix: Imatrix | None) -> None:

@@ -109,7 +109,7 @@ def _check_units(
     return damaged
 
 
-_AGAIN = "start again with --overwrite"
+_AGAIN = "run the same command again: header and padding are written anew"
 
 
 def check_structure(path: Path, planned: PlannedFile, tensors: Sequence[PlannedTensor]) -> None:
@@ -131,7 +131,8 @@ def check_structure(path: Path, planned: PlannedFile, tensors: Sequence[PlannedT
         there = (found.name, found.shape, found.qtype, found.offset, found.nbytes)
         if there != (want.spec.name, want.spec.shape, want.qtype, expected, want.nbytes) or expected != want.offset:
             raise OutputError(
-                f"{path}: {found.name} lies at {found.offset}, planned was {want.spec.name} at {want.offset}"
+                f"{path}: {found.name} lies at {found.offset}, planned was {want.spec.name} at {want.offset}",
+                _AGAIN,
             )
         expected += padded(want.nbytes)
     if expected != planned.nbytes or planned.nbytes % ALIGNMENT:

@@ -18,10 +18,27 @@ import pytest
 from convert import pipeline
 from convert.domain import Plan
 from convert.pipeline import convert
-from kimi_gguf.reference.checkpoint_maker import make_checkpoint
+from kimi_gguf.reference.checkpoint_maker import TinyShape, make_checkpoint
 from quant.errors import InputError, OutputError, ValueFault
 from tests.expected_tensors import SHAPE
 
+# Widths that leave padding after most tensors.
+ODD = TinyShape(
+    layers=2,
+    hidden=96,
+    kda_heads=3,
+    heads=3,
+    kda_head_dim=32,
+    q_lora=96,
+    kv_lora=160,
+    nope=32,
+    rope=16,
+    v=40,
+    experts=3,
+    used=1,
+    index_heads=5,
+    index_head_dim=24,
+)
 STACK = "language_model.model.layers.1.block_sparse_moe.experts.4.w2.weight_scale"
 
 
@@ -307,3 +324,22 @@ def test_a_finished_conversion_is_not_repeated(checkpoint: Path, expected: str, 
     with pytest.raises(OutputError, match=r"expected\.gguf exists already"):
         convert(checkpoint, quant="MXFP4", outfile=output)
     assert output.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("journal", ["lost", "damaged", "kept"])
+def test_what_lies_between_tensors_is_zero_whatever_was_there_before(journal: str, tmp_path: Path) -> None:
+    small = make_checkpoint(tmp_path / "small", ODD)
+    convert(small, quant="Q4_K_M", outfile=tmp_path / "expected.gguf", threads=1)
+    output, beside = tmp_path / "m.gguf", tmp_path / "m.gguf.journal"
+    interrupted(small, output, 40, quant="Q4_K_M")
+    size = (tmp_path / "m.gguf.partial").stat().st_size
+    (tmp_path / "m.gguf.partial").write_bytes(b"\xa5" * size)
+    if journal == "lost":
+        beside.unlink()
+    elif journal == "damaged":
+        beside.write_bytes(b"\xa5" * 500)
+    else:
+        with pytest.raises(OutputError, match="differ from what was written"):
+            convert(small, quant="Q4_K_M", outfile=output)
+    convert(small, quant="Q4_K_M", outfile=output)
+    assert sha(output) == sha(tmp_path / "expected.gguf")
