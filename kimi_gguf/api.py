@@ -40,7 +40,7 @@ def plan(
     output_tensor_type: str | None = None,
     token_embedding_type: str | None = None,
     override_kv: Sequence[str] = (),
-    encoder: Literal["ggml", "native"] = "ggml",
+    encoder: Literal["ggml", "native"] = "native",
     no_fallback: bool = False,
     force: bool = False,
 ) -> list[PlanSummary]:

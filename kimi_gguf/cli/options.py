@@ -56,9 +56,9 @@ def recipe_options(command: Command) -> Command:
         click.option(
             "--encoder",
             type=click.Choice(ENCODERS),
-            default="ggml",
+            default="native",
             show_default=True,
-            help="ggml writes the bytes of llama-quantize; native is this project's own.",
+            help="native works on the MXFP4 codes; ggml writes the bytes of llama-quantize.",
         ),
         click.option("--no-fallback", is_flag=True, help="Stop where a row does not fit the blocks of its type."),
         click.option("--force", is_flag=True, help="Let --tensor-type go below the floors."),
