@@ -87,7 +87,7 @@ def test_bytes_do_not_depend_on_threads_sharding_or_folder(checkpoint: Path, tmp
 def test_bf16_experts_give_the_values_of_packed_ones(checkpoint: Path, tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", SHAPE, experts="bf16", a_log_padding=3.0)
     for source, name in ((checkpoint, "a"), (plain, "b")):
-        convert(source, quant="Q8_0", outfile=tmp_path / f"{name}.gguf", threads=1)
+        convert(source, quant="Q8_0", outfile=tmp_path / f"{name}.gguf", threads=1, encoder="ggml")
     assert sha(tmp_path / "a.gguf") == sha(tmp_path / "b.gguf")
 
 
@@ -178,7 +178,9 @@ def imatrix_file(path: Path, checkpoint: Path, *, silent: int) -> dict[str, np.n
 
 def test_an_imatrix_weighs_each_expert_by_its_own_slice(checkpoint: Path, tmp_path: Path) -> None:
     weights = imatrix_file(tmp_path / "i.gguf", checkpoint, silent=4)
-    result = convert(checkpoint, quant="Q4_K_S", imatrix=tmp_path / "i.gguf", outfile=tmp_path / "m.gguf", threads=2)
+    result = convert(
+        checkpoint, quant="Q4_K_S", imatrix=tmp_path / "i.gguf", outfile=tmp_path / "m.gguf", threads=2, encoder="ggml"
+    )
     expected = expected_tensors(checkpoint)
     for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors:
         if tensor.name in weights:
