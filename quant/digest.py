@@ -41,6 +41,11 @@ def crc32c(data: U8Array, checksum: int = 0) -> int:
     return int(_library().kq_crc32c(checksum, data.ctypes.data, data.size))
 
 
+def fnv1a64(data: U8Array, value: int = 0xCBF29CE484222325) -> int:
+    """64-bit FNV-1a of U8 ``data``, one axis, contiguous, after data whose hash is ``value``."""
+    return int(_library().kq_fnv1a64(value, data.ctypes.data, data.size))
+
+
 class _Sha256(ctypes.Structure):
     _fields_ = (("state", ctypes.c_uint32 * 8), ("bytes", ctypes.c_uint64), ("tail", ctypes.c_uint8 * 64))
 
@@ -52,6 +57,7 @@ def _library() -> ctypes.CDLL:
     signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "kq_digest_available": (ctypes.c_int32, ()),
         "kq_crc32c": (word, (word, pointer, size)),
+        "kq_fnv1a64": (ctypes.c_uint64, (ctypes.c_uint64, pointer, size)),
         "kq_sha256_init": (None, (pointer,)),
         "kq_sha256_update": (None, (pointer, pointer, size)),
         "kq_sha256_final": (None, (pointer, pointer)),

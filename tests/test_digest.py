@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from quant.digest import crc32c, file_digest
+from quant.digest import crc32c, file_digest, fnv1a64
 from quant.tensors import U8Array
 
 RNG = np.random.default_rng(5)
@@ -66,3 +66,8 @@ def test_whole_and_parts_at_any_cut(plain: bool, seed: int) -> None:
         assert checksum == crc32c(np.frombuffer(part, np.uint8))
         assert digest.end_part() == hashlib.sha256(part).hexdigest()
     assert digest.end() == hashlib.sha256(whole).hexdigest()
+
+
+def test_fnv1a64_has_its_published_value_and_continues() -> None:
+    assert fnv1a64(np.frombuffer(b"foobar", np.uint8)) == 0x85944171F73967E8
+    assert fnv1a64(np.frombuffer(b"bar", np.uint8), fnv1a64(np.frombuffer(b"foo", np.uint8))) == 0x85944171F73967E8

@@ -29,6 +29,7 @@ VERBS = {
     "verify": "Trace every tensor of a GGUF to its checkpoint, and compare the values.",
     "demo": "Convert the tiny K3.1 that is shipped to Q4_K_M, inspect it, let it write.",
     "publish": "Publish GGUF files on the Hub, with manifest, eval report and a model card.",
+    "cluster": "Several machines: run RPC workers, plan and check a cluster.",
     "runtime": "Build the patched llama.cpp that runs the models, or show what is built.",
 }
 """Verbs and what they do; the verb NAME is ``command`` of the module ``kimi_gguf.cli.NAME``."""
