@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from convert.disk import disk_faults
 from convert.domain import Plan, PlannedTensor, Source
-from convert.journal import Journal, JournalHeader, open_journal
+from convert.journal import FileRecord, Journal, JournalHeader, open_journal
 from convert.output import OutputSet
 from convert.transforms import row_count, source_names
 from convert.units import UnitTable
@@ -37,11 +38,17 @@ def begin(
     stamps: Sequence[str],
     *,
     overwrite: bool,
+    elsewhere: Mapping[int, FileRecord] | None = None,
 ) -> Session:
     """Lock an output, and work out what of the plan is left to do; nothing is written but the journal.
 
+    Args:
+        elsewhere: files that another place holds, when finished files go there: they need not be here, and one that
+            this conversion made is removed. None when files stay, which then must all have room.
+
     Raises:
-        OutputError: another process works on it, it is there already, another plan's half is there, no room.
+        OutputError: another process works on it, it is there already, another plan's half is there, no room; or the
+            other place holds other bytes.
         InputError: shards have changed since an earlier run.
     """
     used = _shards(plan.tensors, source)
@@ -58,14 +65,16 @@ def begin(
     try:
         if journal.changed:
             _forget_changed(journal, plan, source, units)
-        unfinished = _reconcile(journal, plan, units, outputs)
+        _accept(journal, outputs, elsewhere or {})
+        unfinished = _reconcile(journal, plan, units, outputs, elsewhere or {})
         present = [path for path in map(outputs.final, unfinished) if path.exists()]
         if present and not overwrite:
             raise OutputError(
                 f"{present[0]} exists already" + (f", and {len(present) - 1} more" if len(present) > 1 else ""),
                 "give --overwrite to replace it, or choose another --outfile or --outdir",
             )
-        outputs.check_room(unfinished, len(units))
+        if elsewhere is None:
+            outputs.check_room(unfinished, len(units))
     except BaseException:
         if fresh:
             journal.remove()
@@ -75,7 +84,8 @@ def begin(
     if journal.discarded:
         # Also under names that this plan has: what lies between tensors there is padding here.
         outputs.discard(journal.discarded.files)
-    pending = [number for number, checksum in enumerate(journal.checksums) if checksum < 0]
+    away = {n for i, t in enumerate(plan.tensors) if t.file in (elsewhere or {}) for n in units.of_tensor(i)}
+    pending = [number for number, checksum in enumerate(journal.checksums) if checksum < 0 and number not in away]
     return Session(journal, pending, unfinished)
 
 
@@ -114,11 +124,32 @@ def _forget_changed(journal: Journal, plan: Plan, source: Source, units: UnitTab
     journal.forget(sorted(whole.union(redo)), sorted(stale))
 
 
-def _reconcile(journal: Journal, plan: Plan, units: UnitTable, outputs: OutputSet) -> list[int]:
+def _accept(journal: Journal, outputs: OutputSet, elsewhere: Mapping[int, FileRecord]) -> None:
+    """Take over what another place holds, and remove what this conversion made of the same."""
+    for index, record in elsewhere.items():
+        mine = journal.files.get(index)
+        if mine is not None and mine.sha256 != record.sha256:
+            raise OutputError(
+                f"{outputs.files[index].name}: SHA-256 is {mine.sha256} here, {record.sha256} where it was published",
+                "the checkpoint has changed between the runs: give --overwrite to make and publish everything anew",
+            )
+        if mine is None:
+            journal.record_file(index, record)
+        with disk_faults(outputs.final(index)):
+            outputs.partial(index).unlink(missing_ok=True)
+            if mine is not None:
+                outputs.final(index).unlink(missing_ok=True)
+
+
+def _reconcile(
+    journal: Journal, plan: Plan, units: UnitTable, outputs: OutputSet, elsewhere: Container[int]
+) -> list[int]:
     """Make the journal agree with the files that are really there; the files that are not finished."""
     unfinished = []
     lost = []
     for index in range(len(plan.files)):
+        if index in elsewhere:
+            continue
         if index in journal.files:
             if outputs.is_whole(outputs.partial(index), index):
                 outputs.finish(index)

@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from kimi_gguf.verify.imatrix import imatrix
     from kimi_gguf.verify.payload import verify_model
 
-__all__ = ["__version__", "convert", "evaluate", "imatrix", "inspect", "plan", "publish_model", "record", "verify_model"]
+__all__ = [
+    "__version__",
+    "convert",
+    "evaluate",
+    "imatrix",
+    "inspect",
+    "plan",
+    "publish_model",
+    "record",
+    "verify_model",
+]
 
 _HOMES = {
     "convert": "kimi_gguf.api",

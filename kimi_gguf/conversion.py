@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -10,6 +11,7 @@ from convert import pipeline
 from convert.domain import ConvertResult, Plan, Source
 from convert.flags import PathLike, parse_size
 from convert.source import LocalSource
+from kimi_gguf.outlet import opened_outlet
 from kimi_gguf.sources import resolve_source
 from quant.errors import OutputError
 
@@ -36,6 +38,10 @@ def convert(
     max_disk: str | int | None = None,
     keep_shards: bool = False,
     download_dir: PathLike | None = None,
+    publish: str | None = None,
+    as_you_go: bool = False,
+    create: bool = False,
+    private: bool = False,
     on_plan: Callable[[Plan], None] | None = None,
     on_need: Callable[[Source, ShardNeed], None] | None = None,
     note: Callable[[str], None] = lambda text: None,
@@ -50,6 +56,9 @@ def convert(
         max_disk: bytes, as ``200G``, that output and shards may take together.
         keep_shards: shards that were fetched stay.
         download_dir: folder for them; ``NAME.shards`` beside the output by default.
+        publish: repository ``owner/name`` that the result is published in.
+        as_you_go: each file is published when it is complete, and removed; there are no files in the result then.
+        create, private: make the repository to publish in, where it is missing.
         on_need: called, after ``on_plan``, with a source that fetches shards and what they need on disk.
         note: told of waits for the Hub.
         fetched: told, from any thread, how many bytes of shards came.
@@ -70,24 +79,33 @@ def convert(
         fetched=fetched,
     )
 
-    def check(plan: Plan) -> None:
-        if on_plan:
-            on_plan(plan)
-        if isinstance(source, FetchingSource):
-            need = source.need(plan) if dry_run else source.check_disk(plan, directory)
-            if on_need:
-                on_need(source, need)
-        elif limit is not None and plan.nbytes > limit:
-            raise OutputError(
-                f"--max-disk {limit:,} is less than the {plan.nbytes:,} bytes of the output",
-                "give more, or choose a smaller --quant",
-            )
+    with ExitStack() as stack:
+        if source is not src and isinstance(source, LocalSource):
+            stack.callback(source.close)
+        outlet = stack.enter_context(opened_outlet(publish, as_you_go, create, private, dry_run, source, flags, note))
 
-    try:
-        result = pipeline.convert(source, outfile=outfile, outdir=outdir, dry_run=dry_run, on_plan=check, **flags)
+        def check(plan: Plan) -> None:
+            if on_plan:
+                on_plan(plan)
+            need = None
+            if outlet.delivery:
+                outlet.claim(plan, directory, limit)
+                need = source.need(plan, 0) if isinstance(source, FetchingSource) else None
+            elif isinstance(source, FetchingSource):
+                need = source.need(plan) if dry_run else source.check_disk(plan, directory)
+            elif limit is not None and plan.nbytes > limit:
+                raise OutputError(
+                    f"--max-disk {limit:,} is less than the {plan.nbytes:,} bytes of the output",
+                    "give more, choose a smaller --quant, or publish --as-you-go",
+                )
+            if on_need and need is not None:
+                on_need(source, need)
+
+        result = outlet.run(
+            lambda taken, delivery: pipeline.convert(
+                taken, outfile=outfile, outdir=outdir, dry_run=dry_run, on_plan=check, delivery=delivery, **flags
+            )
+        )
         if not dry_run and isinstance(source, FetchingSource):
             source.finished()
         return result
-    finally:
-        if source is not src and isinstance(source, LocalSource):
-            source.close()

@@ -7,7 +7,7 @@ while the present one is converted, when there is room for both; else it waits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from threading import Condition, Event
 
@@ -40,20 +40,41 @@ def shard_need(plan: Plan, source: Source, present: Collection[int] = ()) -> Sha
     Args:
         present: shards that are on disk anyway and stay there.
     """
+    walk = list(walk_shards(plan, source, present))
+    total = sum(step.size for step in walk)
+    return ShardNeed(max((s.alive for s in walk), default=0), max((s.ahead for s in walk), default=0), total)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStep:
+    """A shard on its way through a conversion.
+
+    Attributes:
+        size: bytes that it takes; 0 when it is on disk anyway.
+        alive: bytes of shards on disk while it is in work; ahead: when it was fetched before its turn.
+    """
+
+    shard: int
+    size: int
+    alive: int
+    ahead: int
+
+
+def walk_shards(plan: Plan, source: Source, present: Collection[int] = ()) -> Iterator[ShardStep]:
+    """The shards that a plan reads, in order, with what is on disk at each."""
     until = _last_use(plan, source)
-    sizes = {shard: 0 if shard in present else source.shards[shard].nbytes for shard in until}
-    alive = least = ahead = 0
+    alive = 0
     expiring: Counter[int] = Counter()
     before: int | None = None
     for shard in sorted(until):
-        ahead = max(ahead, alive + sizes[shard])
+        size = 0 if shard in present else source.shards[shard].nbytes
+        ahead = alive + size
         if before is not None:
             alive -= expiring.pop(before, 0)
-        alive += sizes[shard]
-        least = max(least, alive)
-        expiring[until[shard]] += sizes[shard]
+        alive += size
+        yield ShardStep(shard, size, alive, ahead)
+        expiring[until[shard]] += size
         before = shard
-    return ShardNeed(least, ahead, sum(sizes.values()))
 
 
 def _last_use(plan: Plan, source: Source) -> dict[int, int]:

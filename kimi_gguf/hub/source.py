@@ -9,7 +9,7 @@ A range of a shard that is not on disk is read from the Hub, so that a sample ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +80,15 @@ class HubSource(LocalSource):
 
     def path(self, shard: int) -> Path:
         return self._cached.get(shard) or self.store.path(self._listed[shard])
+
+    @property
+    def present(self) -> Collection[int]:
+        """Shards that the library's cache holds."""
+        return self._cached.keys()
+
+    def shards_on_disk(self) -> int:
+        """Bytes of fetched shards and parts of shards."""
+        return sum(self.store.on_disk(file) for file in self._listed)
 
     def acquire(self, shard: int) -> None:
         """Fetch a shard, when there is room for it.
@@ -157,7 +166,7 @@ class HubSource(LocalSource):
         """
         need = self.need(plan, output)
         output = plan.nbytes if output is None else output
-        there = sum(self.store.on_disk(file) for file in self._listed)
+        there = self.shards_on_disk()
         shards_at, output_at = existing(self.store.directory), existing(directory)
         free = free_bytes(shards_at) + there
         if shards_at.stat().st_dev == output_at.stat().st_dev:

@@ -11,6 +11,7 @@ from kimi_gguf.hub.repository import Repository
 from kimi_gguf.publish.card import card
 from kimi_gguf.publish.facts import QuantFacts, evaluated, facts_of, is_manifest, is_report, read_manifest
 from kimi_gguf.publish.local import EVAL
+from kimi_gguf.publish.regions import merge_regions, split_front_matter
 from kimi_gguf.publish.target import Upload, small
 from quant.errors import InputError
 
@@ -88,8 +89,8 @@ def stale_paths(repository: Repository | None, ours: Sequence[QuantFacts], keep:
     return sorted(path for path in stale if path in repository.files and path not in keep)
 
 
-def readme(repo: str, quants: Sequence[QuantFacts], repository: Repository | None) -> Upload:
-    """The model card of a repository that will hold ``quants``; hand-written parts are kept.
+def readme(repo: str, quants: Sequence[QuantFacts], repository: Repository | None) -> list[Upload]:
+    """The model card of a repository that will hold ``quants``, hand-written parts kept; none where it holds none.
 
     Raises:
         InputError: the one that is there cannot be read.
@@ -97,4 +98,7 @@ def readme(repo: str, quants: Sequence[QuantFacts], repository: Repository | Non
     there = None
     if repository is not None and README in repository.files:
         there = repository.read_whole(README).decode("utf-8", errors="replace")
-    return small(README, card(there, repo, quants).encode())
+    if not quants:
+        merge_regions(split_front_matter(there or "")[1], {})
+        return []
+    return [small(README, card(there, repo, quants).encode())]

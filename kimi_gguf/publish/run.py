@@ -127,12 +127,11 @@ def publish_model(
         target.send(uploads, _message(bundle), sent=lambda u: note(f"published: {u.path}"))
 
         def card_of(now: Repository) -> list[Upload]:
-            return [readme(target.repo, with_published(_ours(bundle, now)[0], now), now)]
+            return readme(target.repo, with_published(_ours(bundle, now)[0], now), now)
 
         replaced = stale_paths(there, [model.facts for model in bundle.models], {upload.path for upload in uploads})
         after = target.commit(card_of, f"Model card: {_message(bundle)}", replaced)
-        (shown,) = card_of(after)
-        return _publication(target, before, there, uploads, shown, bundle.warnings, after.commit)
+        return _publication(target, before, there, uploads, card_of(after), bundle.warnings, after.commit)
 
 
 def repository_address(repo: str, revision: str | None) -> HubAddress:
@@ -209,19 +208,19 @@ def _publication(
     before: Repository | None,
     there: Repository | None,
     uploads: Sequence[Upload],
-    card: Upload,
+    card: Sequence[Upload],
     warnings: Sequence[str],
     commit: str | None,
 ) -> Publication:
     held = there.files if there else {}
     planned = []
-    for upload in [*uploads, card]:
+    for upload in [*uploads, *card]:
         file = held.get(upload.path)
         same = is_there(file, upload) if before else False
         state = "there" if same else "changed" if file and before else "new"
         planned.append(PlannedUpload(upload.path, upload.nbytes, upload.sha256, state))
     new = sum(file.state != "there" for file in planned)
-    content = card.content if isinstance(card.content, bytes) else b""
+    content = b"".join(upload.content for upload in card if isinstance(upload.content, bytes))
     return Publication(
         str(HubAddress(target.repo, target.branch)),
         before is not None,

@@ -143,7 +143,7 @@ class Target:
         for number, upload in enumerate(uploads):
             waiting.append(upload)
             if not is_there(held.files.get(upload.path), upload):
-                batch.append(self._bytes(upload))
+                batch.append(self.upload(upload))
             last = number + 1 == len(uploads)
             due = time.monotonic() - self._last_commit >= SECONDS_BETWEEN_COMMITS
             if last or due or len(batch) >= MOST_FILES_PER_COMMIT:
@@ -152,7 +152,7 @@ class Target:
                     sent(done)
                 batch, waiting = [], []
 
-    def _bytes(self, upload: Upload) -> CommitOperationAdd:
+    def upload(self, upload: Upload) -> CommitOperationAdd:
         """Have a file's bytes on the Hub, not yet in a commit."""
         patience = self._patience(upload.path)
         while True:
