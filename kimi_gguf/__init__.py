@@ -13,6 +13,7 @@ from convert.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from kimi_gguf.api import convert, inspect, plan
+    from kimi_gguf.cluster.placement_plan import cluster_plan
     from kimi_gguf.publish.run import publish_model
     from kimi_gguf.verify.evaluation import evaluate, record
     from kimi_gguf.verify.imatrix import imatrix
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "__version__",
+    "cluster_plan",
     "convert",
     "evaluate",
     "imatrix",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "cluster_plan": "kimi_gguf.cluster.placement_plan",
     "convert": "kimi_gguf.api",
     "inspect": "kimi_gguf.api",
     "plan": "kimi_gguf.api",

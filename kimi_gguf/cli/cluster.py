@@ -7,6 +7,7 @@ from importlib import import_module
 import click
 
 SUBVERBS = {
+    "plan": "Plan which machine holds which part of a model, from headers only.",
     "worker": "Run an RPC worker here, supervised.",
 }
 """Sub-verbs and what they do; NAME is ``command`` of the module ``kimi_gguf.cli.cluster_NAME``."""
