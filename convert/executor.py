@@ -32,7 +32,7 @@ from convert.transforms import TRANSFORMS, Array, Operand, chunks, expert_rows, 
 from convert.units import UnitTable
 from quant.digest import crc32c
 from quant.encode import encode
-from quant.errors import ValueFault
+from quant.errors import UsageError, ValueFault
 from quant.imatrix import Imatrix
 from quant.tensors import F32Array, U8Array
 
@@ -111,8 +111,12 @@ class _Run:
         # Daemons, so that a second Ctrl-C ends the process at once; the journal allows for that.
         workers = [Thread(target=self._work, name=f"worker {n}", daemon=True) for n in range(self.threads)]
         flusher = Thread(target=self._flush_now_and_then, name="journal", daemon=True)
-        for thread in (*workers, flusher):
-            thread.start()
+        try:
+            for thread in (*workers, flusher):
+                thread.start()
+        except RuntimeError:
+            self.scheduler.stop()
+            raise UsageError(f"this system cannot start {self.threads} threads", "give a smaller --threads") from None
         self.scheduler.start()
         try:
             for thread in workers:

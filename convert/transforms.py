@@ -177,7 +177,7 @@ def _copy(spec: TensorSpec, arrays: Sequence[Array]) -> Rows:
 
 
 def _product(spec: TensorSpec, arrays: Sequence[Array]) -> Rows:
-    """Norm weight times projection, in float32 (model.md 3.5: only the product matters)."""
+    """Norm weight times projection, in float32: a score depends on nothing but the product."""
     with np.errstate(over="ignore", invalid="ignore"):
         return F32Rows(_floats(arrays[0]).reshape(1, -1) * _floats(arrays[1]).reshape(1, -1))
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import threading
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -323,3 +324,21 @@ def test_a_long_name_of_many_bytes_leaves_room_for_the_files_beside_it(checkpoin
     result = convert(checkpoint, quant="MXFP4", name="模" * 300, outdir=tmp_path, split_max_size="4M", threads=1)
     assert max(len(os.fsencode(path.name)) for path in tmp_path.iterdir()) < 200
     assert result.files[0].name.startswith("模" * 40 + "-MXFP4-00001-of-")
+
+
+def test_more_threads_than_the_system_starts_is_a_message_and_ends_those_that_run(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, begun = threading.Thread.start, []
+
+    def limited(thread: threading.Thread) -> None:
+        if len(begun) == 2:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(UsageError, match="cannot start 50 threads"):
+        convert(checkpoint, quant="MXFP4", outdir=tmp_path, threads=50)
+    for thread in begun:
+        thread.join()
