@@ -24,6 +24,7 @@ from convert.plan import Choices, check_importance, load_imatrix, make_plan, pad
 from convert.progress import Progress, Silent
 from convert.session import begin, done_bytes
 from convert.source import open_source
+from convert.threads import worker_count
 from convert.units import UnitTable
 from quant.errors import OutputError, UsageError
 from quant.gguf_split import parse_split_name
@@ -102,7 +103,7 @@ def convert(
         no_fallback=no_fallback,
         force=force,
     )
-    workers = _threads(threads)
+    workers = worker_count(threads)
     if imatrix is None and resolve(quant).needs_imatrix:
         raise UsageError(
             f"{resolve(quant).name} needs an importance matrix", "give --imatrix FILE, or choose another --quant"
@@ -169,14 +170,6 @@ def convert(
     files = () if delivery else tuple(outputs.final(index) for index in range(len(plan.files)))
     resumed = len(units) - len(session.pending)
     return ConvertResult(plan, files, outputs.manifest, time.monotonic() - started, resumed)
-
-
-def _threads(threads: int | None) -> int:
-    if threads is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if threads < 1:
-        raise UsageError(f"{threads} threads cannot do anything", "give --threads 1 or more")
-    return threads
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from convert.config import parse_config
 from convert.layout import build_layout
 from convert.source import open_source
 from convert.structure import check_structure
+from convert.threads import worker_count
 from convert.vocab import load_vocab
 from kimi_gguf.verify.identity import config_faults, match_tensors, vocabulary_faults
 from kimi_gguf.verify.observations import NoProgress, Progress
@@ -83,7 +84,7 @@ def verify_model(
         matched = match_tensors(layout.specs, opened.tensors, files.tensors)
         with closing(Pair(opened, files, matrix)) as pair:
             weighed_unknown = matrix is None and any(k.startswith("quantize.imatrix.") for k in files.metadata)
-            run = PayloadRun(pair, share, seed, _threads(threads), progress or NoProgress(), weighed_unknown)
+            run = PayloadRun(pair, share, seed, worker_count(threads), progress or NoProgress(), weighed_unknown)
             verdicts = run.verdicts(matched.pairs)
         return VerifyReport(
             model=Path(model).name,
@@ -109,11 +110,3 @@ def _share(sample: str | float | None, full: bool) -> float:
         return DEFAULT_SHARE if sample is None else parse_share(sample)
     except ValueError:
         raise UsageError(f"--sample {sample} is no share of the rows", "write per cent: --sample 1%") from None
-
-
-def _threads(threads: int | None) -> int:
-    if threads is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if threads < 1:
-        raise UsageError(f"{threads} threads cannot do anything", "give --threads 1 or more")
-    return threads
