@@ -62,6 +62,19 @@ def test_every_verb_loads_and_has_help(verb: Any) -> None:
         assert code == 0 and "Usage: kimi-gguf " + name in out
 
 
+def test_every_verb_has_help_without_torch_and_those_that_need_it_say_so(checkpoint: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from kimi_gguf.cli import VERBS, run; "
+        "found = [run([verb, '--help']) for verb in VERBS]; "
+        "sys.exit(any(found) or run(['imatrix', sys.argv[1], '--text', 'config.json', '--json']) - 1)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, str(checkpoint)]
+    result = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert json.loads(result.stdout.splitlines()[-1])["error"] == "this verb needs torch, which is not installed"
+
+
 def test_the_table_of_a_released_shape_is_one_object(verb: Any) -> None:
     code, out, err = verb("plan", "--shape", "k3.1-pro", "--json")
     value = json.loads(out)

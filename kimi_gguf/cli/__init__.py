@@ -19,6 +19,8 @@ from quant.errors import KimiGgufError
 
 INTERRUPTED = 130
 DEBUG = "KIMI_GGUF_DEBUG"
+EXTRAS = dict.fromkeys(("torch", "tiktoken", "regex", "safetensors"), "pip install 'kimi-gguf[reference]'")
+"""Modules that only some verbs need, and how they come."""
 
 VERBS = {
     "convert": "Convert a checkpoint to GGUF, or continue a conversion that was interrupted.",
@@ -29,6 +31,7 @@ VERBS = {
     "verify": "Trace every tensor of a GGUF to its checkpoint, and compare the values.",
     "demo": "Convert the tiny K3.1 that is shipped to Q4_K_M, inspect it, let it write.",
     "publish": "Publish GGUF files on the Hub, with manifest, eval report and a model card.",
+    "export": "Lay a GGUF out for Ollama or LM Studio.",
     "cluster": "Several machines: run RPC workers, plan and check a cluster.",
     "runtime": "Build the patched llama.cpp that runs the models, or show what is built.",
 }
@@ -100,6 +103,9 @@ def run(arguments: list[str]) -> int:
     except Exception as fault:
         if os.environ.get(DEBUG):
             raise
+        if isinstance(fault, ModuleNotFoundError) and fault.name in EXTRAS:
+            console.error(f"this verb needs {fault.name}, which is not installed", EXTRAS[fault.name], 1)
+            return 1
         what = f"{type(fault).__name__}: {fault}"
         console.error(f"unexpected failure: {what}", f"set {DEBUG}=1 to see where, and report it", 1)
         return 1

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from convert.disk import disk_faults
 from kimi_gguf.cli.options import console_for, output_options, stream_options
 from kimi_gguf.verify.bars import Bars
-from kimi_gguf.verify.evaluation import DEFAULT_CONTEXT, RecordResult, evaluate, record
 from kimi_gguf.verify.html import page
+from kimi_gguf.verify.observations import DEFAULT_CONTEXT
 from kimi_gguf.verify.report import report_text
 from kimi_gguf.verify.trace_format import DEFAULT_TOP
 from quant.errors import BelowBar, UsageError
+
+if TYPE_CHECKING:
+    from kimi_gguf.verify.evaluation import RecordResult
 
 _BARS = {
     "min_routing": "Least share of tokens that reach the same set of experts, 0 to 1.",
@@ -77,6 +80,9 @@ def evaluate_command(
 
     `kimi-gguf eval record BASE --text FILE -o base.kgtrace` runs a baseline once, for many comparisons.
     """
+    # Here, as torch is an extra: the help works without it.
+    from kimi_gguf.verify.evaluation import evaluate
+
     console = console_for(as_json, quiet)
     bars = Bars(**{name: flags.pop(name) for name in _BARS})
     for path in (report, html):
@@ -112,6 +118,8 @@ def evaluate_command(
 @output_options
 def record_command(base: str, as_json: bool, quiet: bool, rpc: str | None, **flags: Any) -> None:
     """Run the baseline BASE once and keep what comparisons need."""
+    from kimi_gguf.verify.evaluation import record
+
     console = console_for(as_json, quiet)
     _check_folder(flags["outfile"])
     with console.stages() as progress:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kimi_gguf.cli.options import console_for, output_options, stream_options
-from kimi_gguf.verify.imatrix import ImatrixResult, imatrix
-from kimi_gguf.verify.importance import worst_layers
+
+if TYPE_CHECKING:
+    from kimi_gguf.verify.imatrix import ImatrixResult
 
 
 @click.command()
@@ -40,6 +41,9 @@ def command(src: str, as_json: bool, quiet: bool, **flags: Any) -> None:
 
     The file has llama.cpp's form: `convert --imatrix` and llama-quantize read it.
     """
+    # Here, as torch is an extra: the help works without it.
+    from kimi_gguf.verify.imatrix import imatrix
+
     console = console_for(as_json, quiet)
     with console.stages() as progress:
         result = imatrix(src, progress=progress, note=console.note, **flags)
@@ -47,6 +51,8 @@ def command(src: str, as_json: bool, quiet: bool, **flags: Any) -> None:
 
 
 def _text(result: ImatrixResult) -> str:
+    from kimi_gguf.verify.importance import worst_layers
+
     lines = [
         f"{result.path}: {result.entries} weight matrices, {result.tokens} tokens in {result.chunks} chunks"
         + (f", {result.merged_chunks} chunks merged" if result.merged_chunks else "")

@@ -21,7 +21,7 @@ from kimi_gguf.verify.bars import Bars
 from kimi_gguf.verify.comparison import Comparison
 from kimi_gguf.verify.listeners import Compare, CompareWithTrace, Listener, Record
 from kimi_gguf.verify.models import OpenModel, file_hashes, open_model
-from kimi_gguf.verify.observations import EngineName, NoProgress, Progress, TokenSet
+from kimi_gguf.verify.observations import DEFAULT_CONTEXT, EngineName, NoProgress, Progress, TokenSet
 from kimi_gguf.verify.result import EvalReport
 from kimi_gguf.verify.stream import StreamSettings, run_stream
 from kimi_gguf.verify.text import read_tokens
@@ -31,7 +31,6 @@ from quant.errors import InputError, UsageError
 
 PathLike = str | os.PathLike[str]
 
-DEFAULT_CONTEXT = 512
 ENGINES: tuple[EngineName, ...] = ("stream", "llama")
 
 

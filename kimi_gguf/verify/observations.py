@@ -24,6 +24,9 @@ BoolArray = npt.NDArray[np.bool_]
 
 EngineName = Literal["stream", "llama"]
 
+DEFAULT_CONTEXT = 512
+"""Tokens of a chunk when nothing else is asked."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
