@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from kimi_gguf.console import Console
+from kimi_gguf.console import Console, visible
 
 
 class StageBar:
@@ -51,3 +51,35 @@ class StageBar:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+class StatusLine:
+    """Notes, and below them one line that says how things are; a context manager that clears it.
+
+    Where stderr is no terminal, and in JSON and quiet mode, the line is not shown.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._line: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._line is not None:
+            self._line.close()
+
+    def note(self, text: str) -> None:
+        """Something happened."""
+        if self._line is not None:
+            self._line.clear()
+        self._console.note(text)
+
+    def status(self, text: str) -> None:
+        """How things are now."""
+        if self._console.mode != "human" or not sys.stderr.isatty():
+            return
+        if self._line is None:
+            self._line = tqdm(bar_format="{desc}", leave=False, file=sys.stderr)
+        self._line.set_description_str(visible(text))

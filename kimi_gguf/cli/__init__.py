@@ -32,6 +32,7 @@ VERBS = {
     "demo": "Convert the tiny K3.1 that is shipped to Q4_K_M, inspect it, let it write.",
     "publish": "Publish GGUF files on the Hub, with manifest, eval report and a model card.",
     "export": "Lay a GGUF out for Ollama or LM Studio.",
+    "serve": "Serve a model with an OpenAI-compatible API, here or over RPC workers, supervised.",
     "cluster": "Several machines: run RPC workers, plan and check a cluster.",
     "runtime": "Build the patched llama.cpp that runs the models, or show what is built.",
 }

@@ -82,7 +82,7 @@ def ask_worker(endpoint: str, expected: Version, *, timeout: float = 5.0) -> Wor
         ) from None
     except (OSError, EOFError) as error:
         raise RuntimeFault(
-            f"no RPC worker at {endpoint}: {error}", "start it there: ggml-rpc-server -H HOST -p PORT"
+            f"no RPC worker at {endpoint}: {error}", "start it there: kimi-gguf cluster worker --bind HOST:PORT"
         ) from None
     return Worker(endpoint, protocol, tuple(memory))
 

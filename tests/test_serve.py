@@ -1,0 +1,212 @@
+"""The verb ``serve``: the trained tiny model over workers, which are lost; no hang, no leaked process."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from cluster_support import Verb, alive, children, free_ports, kill, running, until
+
+import kimi_gguf
+from convert.shapes import released_config
+from kimi_gguf import convert
+from kimi_gguf.cli.serve import command
+from kimi_gguf.cluster.runtime import Runtime
+from kimi_gguf.cluster.serve import _Placeholder
+from kimi_gguf.cluster.serve_flags import ServeOptions, checkpoints, server_arguments
+from kimi_gguf.cluster.small_http import fetch
+from quant.errors import KimiGgufError, UsageError
+
+FOLDER = Path(kimi_gguf.__file__).parent / "data" / "tiny-k31"
+PROMPT = "It was a truth universally acknowledged, that"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("serve") / "tiny.gguf"
+    convert(str(FOLDER), quant="MXFP4_MOE", outfile=str(path))
+    return path
+
+
+@dataclass
+class Service:
+    """A service over two workers."""
+
+    port: int
+    head: Verb
+    workers: list[Verb]
+
+    def post(self, path: str, body: dict[str, Any], *, timeout: float = 60) -> Any:
+        """Answer of the API; an exception of ``http.client`` or ``OSError`` when the service is lost meanwhile."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        try:
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            data = response.read()
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise OSError(f"HTTP status {response.status}: {data[:200]!r}")
+        return json.loads(data)
+
+    def complete(self, count: int, **more: Any) -> str:
+        """Greedy continuation of the prompt."""
+        body = {"prompt": PROMPT, "n_predict": count, "temperature": 0, "ignore_eos": True, **more}
+        return str(self.post("/completion", body)["content"])
+
+    @property
+    def healthy(self) -> bool:
+        try:
+            return fetch("127.0.0.1", self.port, "/health", timeout=5)[0] == 200
+        except (OSError, ValueError):
+            return False
+
+    @property
+    def processes(self) -> list[int]:
+        """Every process of the service."""
+        verbs = [self.head, *self.workers]
+        return [pid for verb in verbs for pid in (verb.process.pid, *children(verb.process.pid))]
+
+
+@contextmanager
+def service(model: Path, folder: Path, workers: int, *flags: str) -> Iterator[Service]:
+    """``serve`` and its workers, ready."""
+    port, *ports = free_ports(1 + workers)
+    with ExitStack() as stack:
+        verbs = []
+        for number, each in enumerate(ports):
+            arguments = ["cluster", "worker", "--bind", f"127.0.0.1:{each}", "--threads", "1"]
+            verbs.append(stack.enter_context(running(arguments, folder / f"worker-{number}.txt")))
+        for verb in verbs:
+            until("the worker runs", lambda verb=verb: "worker at" in verb.text)  # type: ignore[misc]
+        arguments = ["serve", str(model), "--port", str(port), "--context", "512", "--threads", "1"]
+        arguments += ["--log", str(folder / "serve.log"), *flags]
+        if ports:
+            arguments += ["--rpc", ",".join(f"127.0.0.1:{each}" for each in ports)]
+        head = stack.enter_context(running(arguments, folder / "serve.txt"))
+        until("the service is ready", lambda: "ready after" in head.text or head.process.poll() is not None, 120)
+        assert head.process.poll() is None, head.text
+        yield Service(port, head, verbs)
+
+
+@pytest.mark.runtime
+def test_a_worker_killed_while_it_computes_is_survived(
+    model: Path, runtime: Runtime, tmp_path: Path, say: Callable[[str], None]
+) -> None:
+    with service(model, tmp_path, 2) as running_service:
+        whole = running_service.complete(24)
+        connection = http.client.HTTPConnection("127.0.0.1", running_service.port, timeout=60)
+        body = {"prompt": PROMPT, "n_predict": 450, "temperature": 0, "stream": True, "ignore_eos": True}
+        connection.request("POST", "/completion", json.dumps(body))
+        response = connection.getresponse()
+        assert response.read(10)
+        (victim,) = children(running_service.workers[1].process.pid)
+        kill(victim)
+        # The client's stream ends, with an error or without one.
+        with pytest.raises((http.client.HTTPException, OSError)):
+            while data := response.read(1000):
+                assert b'"stop":true' not in data
+            raise OSError("ended early")
+        connection.close()
+        begin = time.monotonic()
+        until("the service is back", lambda: running_service.healthy, 60)
+        say(f"service back {time.monotonic() - begin:.1f} s after a worker was killed")
+        assert running_service.complete(24) == whole
+        assert "was lost; starting again" in running_service.head.text
+        pids = running_service.processes
+        assert len(pids) == 6
+        assert running_service.head.stop(signal.SIGINT) == 0
+    assert not [pid for pid in pids if alive(pid)]
+
+
+@pytest.mark.runtime
+def test_an_idle_head_whose_worker_was_restarted_is_renewed(model: Path, runtime: Runtime, tmp_path: Path) -> None:
+    with service(model, tmp_path, 1) as running_service:
+        (victim,) = children(running_service.workers[0].process.pid)
+        kill(victim)
+        until("the head is renewed", lambda: running_service.head.text.count("ready after") == 2, 60)
+        assert running_service.complete(4)
+
+
+@pytest.mark.runtime
+def test_the_second_turn_continues_the_first_and_a_killed_head_comes_back(
+    model: Path, runtime: Runtime, tmp_path: Path
+) -> None:
+    with service(model, tmp_path, 0, "--parallel", "2") as running_service:
+        props = json.loads(fetch("127.0.0.1", running_service.port, "/props", timeout=5, limit=1 << 20)[1])
+        assert props["total_slots"] == 2
+        defaults = props["default_generation_settings"]
+        assert defaults["n_ctx"] == 512
+        assert defaults["params"]["temperature"] == 1.0
+        assert defaults["params"]["top_p"] == pytest.approx(0.95)
+        assert defaults["params"]["top_k"] == 0 and defaults["params"]["min_p"] == 0
+        first = running_service.complete(40, id_slot=0)
+        talk = f"{PROMPT}{first} And then"
+        # From the cache, with the end of the last answer cut off, and from nothing.
+        for prompt in (talk, talk[:-20] + " but"):
+            reused = running_service.complete(24, prompt=prompt, id_slot=0)
+            assert reused == running_service.complete(24, prompt=prompt, id_slot=1, cache_prompt=False)
+        chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+        assert running_service.post("/v1/chat/completions", chat)["choices"][0]["message"]["role"] == "assistant"
+        (head,) = children(running_service.head.process.pid)
+        kill(head)
+        until("it is back", lambda: running_service.head.text.count("ready after") == 2 and running_service.healthy, 60)
+        (head,) = children(running_service.head.process.pid)
+        kill(running_service.head.process.pid)
+        running_service.head.process.wait(10)
+        until("the head dies with its supervisor", lambda: not alive(head), 10)
+
+
+def test_flags_fit_the_model() -> None:
+    k31 = released_config("k3.1-pro")
+    options = ServeOptions(
+        Path("m.gguf"), "m", 65536, 4, "127.0.0.1", 8080, ("a:1", "b:2"), ("-ts", "1,2"), extra=("-v",)
+    )
+    words = server_arguments(options, k31)
+    assert words[:2] == ["--rpc", "a:1,b:2"]
+    assert words[-3:] == ["-ts", "1,2", "-v"]
+    pairs = dict(pairwise(words))
+    assert pairs["--ctx-size"] == "262144" and pairs["--parallel"] == "4"
+    assert pairs["--cache-reuse"] == "0" and pairs["--cache-ram"] == "0" and pairs["--load-mode"] == "mmap"
+    # 8 states of 464.6 MB.
+    assert checkpoints(k31) == 8
+
+
+def test_while_no_head_listens_requests_are_refused_with_a_reason() -> None:
+    (port,) = free_ports(1)
+    with _Placeholder("127.0.0.1", port, "worker a:1 was lost"):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("POST", "/v1/chat/completions", "x" * 100_000)
+        response = connection.getresponse()
+        assert response.status == 503 and response.headers["Retry-After"] == "5"
+        assert "worker a:1 was lost" in json.loads(response.read())["error"]["message"]
+        connection.close()
+
+
+def test_what_cannot_work_is_refused_before_anything_is_loaded(model: Path, runtime: Runtime, tmp_path: Path) -> None:
+    def fault(*arguments: str) -> KimiGgufError:
+        error = CliRunner().invoke(command, [str(model), *arguments]).exception
+        assert isinstance(error, KimiGgufError)
+        return error
+
+    (port,) = free_ports(1)
+    assert "no RPC worker at" in fault("--port", str(port), "--rpc", f"127.0.0.1:{port}").message
+    assert "above the model's" in fault("--port", str(port), "--context", "9999999").message
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        error = fault("--port", str(taken.getsockname()[1]))
+    assert isinstance(error, UsageError) and "cannot be listened on" in error.message
+    wrong = tmp_path / "wrong.gguf"
+    wrong.write_bytes(model.read_bytes()[:-1000])
+    cut = CliRunner().invoke(command, [str(wrong), "--port", str(port)])
+    assert isinstance(cut.exception, KimiGgufError)
