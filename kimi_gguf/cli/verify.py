@@ -14,7 +14,9 @@ from quant.errors import BelowBar
 
 @click.command()
 @click.argument("model")
-@click.option("--source", required=True, metavar="SRC", help="Folder of the checkpoint that MODEL was made from.")
+@click.option(
+    "--source", required=True, metavar="SRC", help="Checkpoint that MODEL was made from: a folder, or hf://..."
+)
 @click.option(
     "--sample",
     metavar="P",
@@ -30,6 +32,9 @@ def command(model: str, as_json: bool, quiet: bool, **flags: Any) -> int:
 
     Structure first: keys, shapes, offsets, vocabulary. Then lossless tensors bit by bit; quantized ones are encoded
     again and compared byte by byte, or, where the encoder is not recognised, by what their type explains.
+
+    Either side may be on the Hub (hf://owner/name/FOLDER, hf://owner/name@revision). Headers and a few blocks of every
+    tensor are then read by ranges; no file is downloaded.
 
     Exits with 3 when anything is wrong, with 1 when a side cannot be read.
     """

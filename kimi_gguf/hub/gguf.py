@@ -15,7 +15,12 @@ _SHOWN = 8
 
 
 def read_hub_gguf(text: str) -> GgufSet:
-    """The headers of the model that an address stands for; the paths of the set are those in the repository.
+    """The headers of the model that an address stands for, as ``open_hub_gguf``."""
+    return open_hub_gguf(text)[1]
+
+
+def open_hub_gguf(text: str) -> tuple[Repository, GgufSet]:
+    """The model that an address stands for: its repository, and its headers with the paths in the repository.
 
     Args:
         text: of a GGUF file, or of a repository or folder that holds one model.
@@ -28,11 +33,12 @@ def read_hub_gguf(text: str) -> GgufSet:
     if address is None:
         raise UsageError(f"{text} is not an address on the Hub", "write hf://owner/name/file.gguf")
     repository = open_repository(address)
-    return read_gguf_set(
+    files = read_gguf_set(
         Path(_choose(repository, address)),
         lambda path: _parse(repository, path.as_posix()),
         lambda path: path.as_posix() in repository.files,
     )
+    return repository, files
 
 
 def _parse(repository: Repository, path: str) -> GgufHeader:

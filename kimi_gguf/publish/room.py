@@ -14,11 +14,12 @@ from pathlib import Path
 from threading import Event
 
 from convert.disk import allocated_bytes, free_bytes
-from convert.domain import Plan, Shard, Source, SourceTensor
+from convert.domain import Plan, Source
 from convert.output import PARTIAL
 from convert.transforms import row_count, source_names
 from convert.units import UnitTable
 from kimi_gguf.hub.budget import DiskBudget, walk_shards
+from kimi_gguf.hub.proxy import SourceProxy
 from kimi_gguf.hub.retry import Stopped
 from kimi_gguf.hub.source import HubSource, existing
 from quant.errors import OutputError
@@ -126,7 +127,7 @@ def claim_room(plan: Plan, source: Source, budget: DiskBudget, directory: Path, 
     return need
 
 
-class RoomySource:
+class RoomySource(SourceProxy):
     """A source whose shards are acquired when there is room for what is made from them; else as ``inner``.
 
     Attributes:
@@ -135,41 +136,11 @@ class RoomySource:
     """
 
     def __init__(self, inner: Source, budget: DiskBudget, stop: Event) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.budget = budget
         self.made: Mapping[int, int] = {}
         self._stop = stop
         self._taken: set[int] = set()
-
-    @property
-    def label(self) -> str:
-        return self.inner.label
-
-    @property
-    def origin(self) -> str:
-        return self.inner.origin
-
-    @property
-    def shards(self) -> Sequence[Shard]:
-        return self.inner.shards
-
-    @property
-    def tensors(self) -> Mapping[str, SourceTensor]:
-        return self.inner.tensors
-
-    @property
-    def warnings(self) -> Sequence[str]:
-        return self.inner.warnings
-
-    @property
-    def revision(self) -> str | None:
-        return self.inner.revision
-
-    def read_file(self, name: str) -> bytes | None:
-        return self.inner.read_file(name)
-
-    def stamp(self, shard: int) -> str:
-        return self.inner.stamp(shard)
 
     def acquire(self, shard: int) -> None:
         """Wait for room for the shard's output, then for the shard.
@@ -182,10 +153,4 @@ class RoomySource:
         if shard not in self._taken:
             self.budget.take(self.made.get(shard, 0))
             self._taken.add(shard)
-        self.inner.acquire(shard)
-
-    def read_into(self, shard: int, offset: int, buffer: memoryview) -> None:
-        self.inner.read_into(shard, offset, buffer)
-
-    def release(self, shard: int) -> None:
-        self.inner.release(shard)
+        super().acquire(shard)

@@ -11,15 +11,23 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from convert.config import parse_config
+from convert.domain import Source
 from convert.layout import build_layout
-from convert.source import open_source
+from convert.source import LocalSource, open_source
 from convert.structure import check_structure
 from convert.threads import worker_count
 from convert.vocab import load_vocab
+from kimi_gguf.hub.address import parse_address
+from kimi_gguf.hub.proxy import RangedSource, SourceProxy
+from kimi_gguf.hub.source import HubSource
+from kimi_gguf.sources import resolve_source
+from kimi_gguf.verify.gguf_bytes import open_gguf
+from kimi_gguf.verify.hub_manifest import manifest_faults
 from kimi_gguf.verify.identity import config_faults, match_tensors, vocabulary_faults
 from kimi_gguf.verify.observations import NoProgress, Progress
 from kimi_gguf.verify.payload_rows import Pair
@@ -27,10 +35,10 @@ from kimi_gguf.verify.payload_run import PayloadRun
 from kimi_gguf.verify.sampling import DEFAULT_SHARE, parse_share
 from kimi_gguf.verify.verdicts import VerifyReport
 from quant.errors import InputError, UsageError
-from quant.gguf_split import read_gguf_set
 from quant.imatrix import Imatrix
 
 PathLike = str | os.PathLike[str]
+_CONNECTIONS = 16
 
 
 def verify_model(
@@ -47,8 +55,9 @@ def verify_model(
     """Trace every tensor of a GGUF to the checkpoint that it was made from.
 
     Args:
-        model: a GGUF, or any file of a split set.
-        source: folder of the checkpoint.
+        model: a GGUF, or any file of a split set; or ``hf://owner/name/FOLDER``, with the manifest that lies there.
+        source: folder of the checkpoint, or ``hf://owner/name@revision``. Of what is on the Hub ranges are read, of
+            each tensor a few unless ``sample`` or ``full`` says otherwise; nothing is downloaded.
         sample: share of the rows to read, ``1%`` by default; every expert of every stack gives at least one row.
         full: read everything; excludes ``sample``.
         imatrix: what the file was quantized with; without it tensors that used one are compared by their errors.
@@ -62,14 +71,15 @@ def verify_model(
     """
     started = time.monotonic()
     share = _share(sample, full)
-    files = read_gguf_set(Path(model))
-    structure = check_structure(files)
-    if structure is None:
-        arch = files.headers[0].get_str("general.architecture")
-        raise InputError(f"{model}: architecture {arch!r}", "verify knows kimi-k3 and kimi-k31")
-    if not Path(source).is_dir():
-        raise UsageError(f"there is no folder {source}", "name the folder of the checkpoint with --source")
-    with open_source(Path(source)) as opened:
+    with ExitStack() as stack:
+        gguf = stack.enter_context(open_gguf(model))
+        files = gguf.files
+        structure = check_structure(files)
+        if structure is None:
+            arch = files.headers[0].get_str("general.architecture")
+            raise InputError(f"{model}: architecture {arch!r}", "verify knows kimi-k3 and kimi-k31")
+        opened = stack.enter_context(_opened_source(source))
+        far = gguf.repository is not None or isinstance(opened, SourceProxy)
         text = opened.read_file("config.json")
         if text is None:
             raise InputError(f"{opened.label}: no config.json", "name the folder of a whole checkpoint")
@@ -81,16 +91,26 @@ def verify_model(
         if structure.config is not None:
             faults += config_faults(config, structure.config)
         faults += vocabulary_faults(load_vocab(opened, config), files.metadata)
+        if gguf.repository is not None:
+            faults += manifest_faults(gguf.repository, files, opened)
         matched = match_tensors(layout.specs, opened.tensors, files.tensors)
-        with closing(Pair(opened, files, matrix)) as pair:
-            weighed_unknown = matrix is None and any(k.startswith("quantize.imatrix.") for k in files.metadata)
-            run = PayloadRun(pair, share, seed, worker_count(threads), progress or NoProgress(), weighed_unknown)
-            verdicts = run.verdicts(matched.pairs)
+        weighed_unknown = matrix is None and any(k.startswith("quantize.imatrix.") for k in files.metadata)
+        run = PayloadRun(
+            Pair(opened, files, gguf.content, matrix),
+            share,
+            seed,
+            max(worker_count(threads), _CONNECTIONS) if far else worker_count(threads),
+            progress or NoProgress(),
+            weighed_unknown,
+            spots=far and sample is None and not full,
+        )
+        verdicts = run.verdicts(matched.pairs)
+        rows = sum(verdict.rows for verdict in verdicts)
         return VerifyReport(
             model=Path(model).name,
             source=opened.label,
             arch=config.arch,
-            share=share,
+            share=sum(verdict.checked for verdict in verdicts) / rows if far and rows else share,
             seed=seed,
             encoders=dict(Counter(v.encoder for v in verdicts if v.encoder)),
             structure=tuple(faults),
@@ -99,6 +119,26 @@ def verify_model(
             bytes_read=run.bytes_read,
             seconds=time.monotonic() - started,
         )
+
+
+@contextmanager
+def _opened_source(source: PathLike) -> Iterator[Source]:
+    """A folder, or a checkpoint on the Hub of which ranges are read."""
+    if Path(source).is_dir():
+        with open_source(Path(source)) as folder:
+            yield folder
+        return
+    if parse_address(os.fspath(source)) is None:
+        raise UsageError(
+            f"there is no folder {os.fspath(source)}", "name the checkpoint with --source: a folder, or hf://owner/name"
+        )
+    # No shard is fetched, so the folder where shards would be is never made.
+    opened = resolve_source(source)
+    try:
+        yield RangedSource(opened) if isinstance(opened, HubSource) else opened
+    finally:
+        if isinstance(opened, LocalSource):
+            opened.close()
 
 
 def _share(sample: str | float | None, full: bool) -> float:

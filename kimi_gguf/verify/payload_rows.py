@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +13,9 @@ import numpy.typing as npt
 from convert.domain import Source, TensorSpec
 from convert.reading import read_rows
 from convert.transforms import row_count
+from kimi_gguf.verify.gguf_bytes import GgufBytes
 from quant import ggml, native
 from quant.encode import Encoder, encode, to_float
-from quant.errors import InputError
 from quant.gguf_parser import GgufTensor
 from quant.gguf_split import GgufSet
 from quant.imatrix import Imatrix
@@ -75,23 +73,17 @@ class Pair:
 
     Args:
         source: the checkpoint.
-        files: the GGUF.
+        files, content: the GGUF.
         imatrix: what the file was quantized with, where known.
     """
 
-    def __init__(self, source: Source, files: GgufSet, imatrix: Imatrix | None) -> None:
+    def __init__(self, source: Source, files: GgufSet, content: GgufBytes, imatrix: Imatrix | None) -> None:
         self.source = source
         self.imatrix = imatrix
         self._places: Mapping[str, tuple[int, GgufTensor]] = {
             tensor.name: (number, tensor) for number, header in enumerate(files.headers) for tensor in header.tensors
         }
-        self._paths: Sequence[Path] = files.paths
-        self._descriptors = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in files.paths]
-
-    def close(self) -> None:
-        """Close the files of the GGUF."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        self._content = content
 
     def expected(self, spec: TensorSpec, begin: int, end: int) -> Rows:
         """Rows [begin, end) as the checkpoint makes them."""
@@ -102,12 +94,7 @@ class Pair:
         number, tensor = self._places[name]
         width = row_bytes(tensor.qtype, tensor.shape[-1])
         data = np.empty((end - begin) * width, dtype=np.uint8)
-        view, offset = memoryview(data.data), tensor.offset + begin * width
-        while len(view):
-            count = os.preadv(self._descriptors[number], [view], offset)
-            if not count:
-                raise InputError(f"{self._paths[number]}: the file ends inside {name}", "copy or convert it again")
-            view, offset = view[count:], offset + count
+        self._content.read_into(number, tensor.offset + begin * width, memoryview(data.data))
         return data.reshape(end - begin, width)
 
     def weighed(self, spec: TensorSpec) -> bool:

@@ -25,7 +25,7 @@ from kimi_gguf.verify.payload_rows import (
     has_one_encoding,
     is_float,
 )
-from kimi_gguf.verify.sampling import sample_rows
+from kimi_gguf.verify.sampling import sample_rows, sample_spots
 from kimi_gguf.verify.verdicts import TensorVerdict
 from quant import ggml
 from quant.errors import KimiGgufError
@@ -82,10 +82,19 @@ class PayloadRun:
         pair: both sides.
         share, seed: which rows.
         weighed_unknown: the file was made with an importance matrix that is not at hand.
+        spots: read a few runs of each tensor instead.
     """
 
     def __init__(
-        self, pair: Pair, share: float, seed: int, threads: int, progress: Progress, weighed_unknown: bool
+        self,
+        pair: Pair,
+        share: float,
+        seed: int,
+        threads: int,
+        progress: Progress,
+        weighed_unknown: bool,
+        *,
+        spots: bool = False,
     ) -> None:
         self.pair = pair
         self.share = share
@@ -93,6 +102,7 @@ class PayloadRun:
         self.threads = threads
         self.progress = progress
         self.weighed_unknown = weighed_unknown
+        self._sample = sample_spots if spots else sample_rows
         self.bytes_read = 0
 
     def verdicts(self, matched: Sequence[tuple[TensorSpec, GgufTensor]]) -> list[TensorVerdict]:
@@ -189,7 +199,7 @@ class PayloadRun:
         matrices = math.prod(spec.shape[:-2]) if job.how and job.how.weighed else 1
         piece: list[tuple[int, int]] = []
         weights = 0
-        for begin, end in sample_rows(spec, self.share, self.seed):
+        for begin, end in self._sample(spec, self.share, self.seed):
             for part in chunks(spec, begin, end, _PIECE_WEIGHTS, matrices):
                 piece.append(part)
                 weights += (part[1] - part[0]) * spec.shape[-1]
