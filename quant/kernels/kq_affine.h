@@ -1,6 +1,7 @@
 /* The search for formats with a scale and a minimum per sub-block: Q4_K and Q2_K. Included once per type and
  * instruction set, after these are defined: SUBS, sub-blocks of a super-block; TOP, the largest quant; INDEX_TOP, the
- * largest index of a scale or minimum; CLASSES, CLASSES_WEIGHTED and TRIALS, its tables.
+ * largest index of a scale or minimum; CLASSES, CLASSES_WEIGHTED and TRIALS, its tables; MOST_GROUPS, 2 if with
+ * importance the range of the codes that matter has lattices of its own, else 1.
  *
  * 1. Each sub-block: 128 starting lattices, 16 scales with 8 minima, are priced by table look-up. The best minimum of
  *    each scale gives a rounding of the codes, for which least squares gives the best real scale and minimum. The two
@@ -14,6 +15,7 @@
 #include "kq_fit.h"
 
 enum { SCALE_TRIALS = 32, MIN_TRIALS = 16, RANKS = 2, ENTRIES = 16 * RANKS };
+
 
 /* The kept fits of all sub-blocks, in units of the super-block: entry 16 * k + j is the one of rank k of sub-block j.
  * With scale s and minimum m instead of its own it costs
@@ -58,7 +60,7 @@ KQ_INLINE void refit_lanes(const kq_codes *b, int j, vf inverse, vf m, int l, kq
     vf m_part = q_sum * xq_sum - qq_sum * x;
     /* The minimum is free where the quants differ and it does not turn negative; else it is zero. Where that leaves no
      * positive scale, all is one constant. */
-    vm spread = vf_less(w * 0x1p-12f * qq_sum, determinant), negative = vf_less(m_part, (vf){0});
+    vm spread = vf_less(w * 0x1p-18f * qq_sum, determinant), negative = vf_less(m_part, (vf){0});
     vf bottom = vf_pick(negative, qq_sum, vf_pick(spread, determinant, qq_sum));
     vf s_part = vf_pick(negative, xq_sum, vf_pick(spread, w * xq_sum - x * q_sum, xq_sum));
     m_part = vf_pick(negative, (vf){0}, vf_pick(spread, m_part, (vf){0}));
@@ -73,54 +75,74 @@ KQ_INLINE void refit_lanes(const kq_codes *b, int j, vf inverse, vf m, int l, kq
     vf_store(out->qq + l, qq_sum);
 }
 
-KQ_INLINE void fit_sub_block(const kq_codes *b, int j, const kq_affine_class *start, kq_lane_fits *out) {
-    uint32_t shares[4];
-    memcpy(shares, b->shares[j], 16);
+/* With importance a second refit rounds the codes to the lattice of the first. */
+KQ_INLINE void fit_sub_block(const kq_codes *b, int j, const kq_affine_class *start, int weighted, kq_lane_fits *out) {
     KQ_EACH(l) {
         vi best = vi_all(INT32_MAX);
         for (int i = 0; i < KQ_MINIMA; ++i) {
-            vcost cost = {0};
-            for (int g = 0; g < 4; ++g) cost = kq_cost_add(cost, start->cost[i][g][l], shares[g]);
-            best = vi_min(best, kq_cost_end(cost) << 3 | i);
+            best = vi_min(best, price_of(start->cost[i], b->shares[j], b->fine[j], l, weighted) << 3 | i);
         }
         vf m = vf_max(vf_load(start->first + l) + vf_from_int(best & 7) * vf_load(start->step + l), (vf){0});
         refit_lanes(b, j, vf_load(start->inverse + l), m, l, out);
+        if (weighted) refit_lanes(b, j, vf_inverse(vf_load(out->scale + l)), vf_load(out->minimum + l), l, out);
     }
 }
 
-/* Keeps the two best fits that differ; two of equal error are the same rounding, or as good. */
-KQ_INLINE void rank_fits(const kq_codes *b, int j, const kq_lane_fits *found, kq_fits *out) {
-    int32_t keys[16] KQ_ALIGNED;
-    KQ_EACH(l) vi_store(keys + l, kq_keys(vf_load(found->error + l), vi_load(kq_lane_numbers + l), 4));
-    int32_t best = kq_least(keys, 1);
-    KQ_EACH(l) {
-        vi key = vi_load(keys + l);
-        vi equal = (key & ~15) == (best & ~15);
-        vi_store(keys + l, key | (equal & INT32_MAX));
+/* Keeps the RANKS best of `groups` * 16 fits that differ; two of equal error are the same rounding, or as good. */
+KQ_INLINE void rank_fits(const kq_codes *b, int j, const kq_lane_fits *found, int groups, kq_fits *out) {
+    int32_t keys[32] KQ_ALIGNED;
+    for (int g = 0; g < groups; ++g) {
+        KQ_EACH(l) {
+            vi lanes = vi_load(kq_lane_numbers + 16 * g + l);
+            vi_store(keys + 16 * g + l, kq_keys(vf_load(found[g].error + l), lanes, 5));
+        }
     }
-    int32_t second = kq_least(keys, 1);
-    if (second == INT32_MAX) second = best;
+    int lane = 0;
     for (int k = 0; k < RANKS; ++k) {
-        int l = (k ? second : best) & 15, e = 16 * k + j;
+        int32_t best = kq_least(keys, groups);
+        int e = 16 * k + j;
+        if (best != INT32_MAX) lane = best & 31;
+        for (int l = 0; l < 16 * groups; l += KQ_LANES) {
+            vi key = vi_load(keys + l), equal = (key & ~31) == (best & ~31);
+            vi_store(keys + l, key | (equal & INT32_MAX));
+        }
+        const kq_lane_fits *of = &found[lane / 16];
         float unit = b->unit[j];
-        out->scale[e] = found->scale[l] * unit;
-        out->minimum[e] = found->minimum[l] * unit;
-        out->error[e] = found->error[l] * (unit * unit);
-        out->q[e] = found->q[l];
-        out->qq[e] = found->qq[l];
+        int l = lane % 16;
+        out->scale[e] = of->scale[l] * unit;
+        out->minimum[e] = of->minimum[l] * unit;
+        out->error[e] = of->error[l] * (unit * unit);
+        out->q[e] = of->q[l];
+        out->qq[e] = of->qq[l];
     }
+}
+
+/* The codes that hold a noticeable share of the weight, of 112 in all. */
+KQ_INLINE uint32_t heavy(const uint8_t *shares) {
+    uint32_t mask = 1;
+    for (int c = 0; c < 16; ++c) mask |= (uint32_t)(shares[c] >= 4) << c;
+    return mask;
 }
 
 KQ_INLINE void fit_all(const kq_codes *b, int weighted, kq_fits *out) {
-    kq_lane_fits found[SUBS];
-    const kq_affine_class *classes = weighted ? CLASSES_WEIGHTED : CLASSES;
+    kq_lane_fits found[SUBS][MOST_GROUPS];
+    int groups[16];
     for (uint32_t left = b->used; left; left &= left - 1) {
-        int j = __builtin_ctz(left);
-        fit_sub_block(b, j, &classes[class_of(b->present[j])], &found[j]);
+        int j = __builtin_ctz(left), whole = class_of(b->present[j]);
+        groups[j] = 1;
+        if (!weighted) {
+            fit_sub_block(b, j, &CLASSES[whole], 0, &found[j][0]);
+            continue;
+        }
+        fit_sub_block(b, j, &CLASSES_WEIGHTED[whole], 1, &found[j][0]);
+        int core = class_of(heavy(b->shares[j]));
+        if (MOST_GROUPS < 2 || core == whole) continue;
+        groups[j] = 2;
+        fit_sub_block(b, j, &CLASSES[core], 1, &found[j][MOST_GROUPS - 1]);
     }
     for (int j = 0; j < 16; ++j) {
         if (j < SUBS && b->used >> j & 1) {
-            rank_fits(b, j, &found[j], out);
+            rank_fits(b, j, found[j], groups[j], out);
             continue;
         }
         for (int e = j; e < ENTRIES; e += 16) {
@@ -242,7 +264,7 @@ KQ_INLINE void refine(const kq_fits *fits, kq_half_range half, kq_choice *best) 
 /* How far to search: `least` to `most` values of d, of which up to `refined` are refined, but no further once the error
  * is within the factor `near` of the sum of the sub-blocks' own least errors. */
 typedef struct { int least, most, refined; float near; } kq_effort;
-enum { MOST_TRIED = 16 };
+enum { MOST_TRIED = 8 };
 
 KQ_INLINE void search(const kq_fits *fits, kq_half_range half, kq_effort effort, kq_choice *best) {
     float most = 0, deepest = 0;

@@ -17,6 +17,7 @@ static const float level_squared[16] KQ_ALIGNED = {0, 1, 4, 9, 16, 36, 64, 144, 
 typedef struct {
     float weights[SUBS][16] KQ_ALIGNED; /* per code: columns, or their importance */
     uint8_t shares[SUBS][16] KQ_ALIGNED; /* the same as small integers, at most 128 in all */
+    uint8_t fine[SUBS][16] KQ_ALIGNED;   /* sixteenths of a share, with importance */
     float sums[16] KQ_ALIGNED, firsts[16] KQ_ALIGNED, seconds[16] KQ_ALIGNED; /* of w, w * level, w * level^2 */
     float unit[16] KQ_ALIGNED, back[16] KQ_ALIGNED; /* of the sub-block's levels, and its inverse */
     uint32_t present[SUBS]; /* bit c: some column holds code c; never bit 8 */
@@ -81,6 +82,29 @@ KQ_INLINE void weigh_columns(const uint8_t *packed, const float *importance, flo
     KQ_EACH(c) vf_store(weights + c, vf_load(even + c) + vf_load(odd + c));
 }
 
+/* Weights in units of 1 / scale, at least one where a code occurs: sixteens and ones. */
+KQ_INLINE void split_shares(const float *weights, float scale, uint8_t *sixteens, uint8_t *ones) {
+    KQ_EACH(c) {
+        vf weight = vf_load(weights + c), value = vf_max(vf_rint(weight * scale), vf_all(1));
+        value = vf_pick(vf_less((vf){0}, weight), value, (vf){0});
+        vf high = vf_rint(value * 0.0625f - 0.46875f);
+        kq_store_bytes(sixteens + c, high);
+        kq_store_bytes(ones + c, value - 16 * high);
+    }
+}
+
+/* Prices of KQ_LANES lattices: sums over the codes of cost times share, with importance of sixteenths. */
+KQ_INLINE vi price_of(const uint8_t (*cost)[16][4], const uint8_t *shares, const uint8_t *fine, int lane, int weighted) {
+    uint32_t coarse[4], rest[4];
+    vcost sum = {0}, small = {0};
+    memcpy(coarse, shares, 16);
+    for (int g = 0; g < 4; ++g) sum = kq_cost_add(sum, cost[g][lane], coarse[g]);
+    if (!weighted) return kq_cost_end(sum);
+    memcpy(rest, fine, 16);
+    for (int g = 0; g < 4; ++g) small = kq_cost_add(small, cost[g][lane], rest[g]);
+    return (kq_cost_end(sum) << 4) + kq_cost_end(small);
+}
+
 /* 2^e as a float, -126 <= e <= 127. */
 KQ_INLINE float power(int e) {
     uint32_t bits = (uint32_t)(e + 127) << 23;
@@ -102,8 +126,7 @@ KQ_INLINE void read_codes(const kq_row *row, int64_t block, kq_codes *out) {
         if (importance) {
             weigh_columns(packed + SUB_BYTES * j, importance + SUB_SIZE * j, out->weights[j]);
             out->sums[j] = kq_sum16(out->weights[j]);
-            float share = 120 / out->sums[j];
-            KQ_EACH(c) kq_store_bytes(out->shares[j] + c, vf_rint(vf_load(out->weights[j] + c) * share));
+            split_shares(out->weights[j], 1792 / out->sums[j], out->shares[j], out->fine[j]);
         } else {
             counts_as_weights(out->shares[j], out->weights[j]);
             out->sums[j] = SUB_SIZE;

@@ -4,9 +4,10 @@
 
 #include <stdlib.h>
 
-/* Effective number of columns, (sum w)^2 / sum w^2, below which a super-block is lopsided. A log-normal importance with
- * sigma 1.5 leaves about 40. */
-static const double few_columns = 14;
+/* A super-block is lopsided if the effective number of its columns, (sum w)^2 / sum w^2, is below `few_columns`, or if
+ * more than `most_idle` of them weigh next to nothing. A log-normal importance with sigma 1.5 leaves about 40. */
+static const double few_columns = 10;
+static const int most_idle = 64;
 
 void *kq_prepare_importance(const float *importance, int64_t cols) {
     float *weights = malloc((size_t)cols * sizeof *weights + (size_t)(cols / KQ_SUPER));
@@ -14,6 +15,7 @@ void *kq_prepare_importance(const float *importance, int64_t cols) {
     uint8_t *lopsided = (uint8_t *)(weights + cols);
     for (int64_t first = 0; first < cols; first += KQ_SUPER) {
         float largest = 0;
+        int idle = 0;
         double sum = 0, squares = 0;
         for (int i = 0; i < KQ_SUPER; ++i) largest = importance[first + i] > largest ? importance[first + i] : largest;
         for (int i = 0; i < KQ_SUPER; ++i) {
@@ -22,8 +24,9 @@ void *kq_prepare_importance(const float *importance, int64_t cols) {
             weights[first + i] = relative;
             sum += relative;
             squares += (double)relative * relative;
+            idle += relative < 0x1p-20f;
         }
-        lopsided[first / KQ_SUPER] = sum * sum < few_columns * squares;
+        lopsided[first / KQ_SUPER] = sum * sum < few_columns * squares || idle > most_idle;
     }
     return weights;
 }

@@ -5,12 +5,13 @@
 #define INDEX_TOP 15
 #define CLASSES kq_classes_q2_k
 #define CLASSES_WEIGHTED kq_classes_q2_k_weighted
+#define MOST_GROUPS 1
 #define TRIALS kq_trials_q2_k
 #define TYPE KQ_TYPE_Q2_K
 #include "kq_affine.h"
 
 static const kq_trust trust = {0.045f, 0.018f, 3};
-static const kq_effort effort = {2, 4, 2, 1.04f}, effort_weighted = {4, 16, 4, 1.03f};
+static const kq_effort effort = {2, 4, 2, 1.04f};
 
 /* Quants of the sub-blocks first, first + 2, first + 4, first + 6, two bits each, in 16 bytes. */
 KQ_INLINE void pack_four(const uint8_t *packed, uint8_t (*quants)[16], int first, uint8_t *out) {
@@ -52,7 +53,7 @@ static void encode_row(const kq_row *row) {
     kq_block_q2_k *out = (kq_block_q2_k *)row->out;
     for (int64_t i = 0; i < row->cols / KQ_SUPER; ++i) {
         kq_solution found;
-        solve(row, i, row->weights ? effort_weighted : effort, trust, &found);
+        solve(row, i, effort, trust, &found);
         pack(row->packed + KQ_SUPER / 2 * i, &found.choice, found.codes.exponent, found.quants, out + i);
     }
 }

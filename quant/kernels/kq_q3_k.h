@@ -32,18 +32,13 @@ KQ_INLINE vf index_of(vf v) {
     return vf_rint(vf_clamp(v, INDEX_LOW, INDEX_TOP));
 }
 
-KQ_INLINE void fit_sub_block(const kq_codes *b, int j, const kq_signed_class *start, kq_fits *out) {
+KQ_INLINE void fit_sub_block(const kq_codes *b, int j, const kq_signed_class *start, int weighted, kq_fits *out) {
     float scales[16] KQ_ALIGNED, squares[16] KQ_ALIGNED, errors[16] KQ_ALIGNED;
     int32_t keys[16] KQ_ALIGNED;
-    uint32_t shares[4];
-    memcpy(shares, b->shares[j], 16);
     KQ_EACH(l) {
-        vcost first = {0}, second = {0};
-        for (int g = 0; g < 4; ++g) {
-            first = kq_cost_add(first, start->cost[0][g][l], shares[g]);
-            second = kq_cost_add(second, start->cost[1][g][l], shares[g]);
-        }
-        vm later = vf_less(vf_from_int(kq_cost_end(second)), vf_from_int(kq_cost_end(first)));
+        vf first = vf_from_int(price_of(start->cost[0], b->shares[j], b->fine[j], l, weighted));
+        vf second = vf_from_int(price_of(start->cost[1], b->shares[j], b->fine[j], l, weighted));
+        vm later = vf_less(second, first);
         vf inverse = vf_pick(later, vf_load(start->inverse[1] + l), vf_load(start->inverse[0] + l));
         vf qq = {0}, xq = {0};
         for (uint32_t left = b->present[j] & ~1u; left; left &= left - 1) {
@@ -64,10 +59,13 @@ KQ_INLINE void fit_sub_block(const kq_codes *b, int j, const kq_signed_class *st
     out->qq[j] = squares[best];
 }
 
-KQ_INLINE void fit_all(const kq_codes *b, kq_fits *out) {
+KQ_INLINE void fit_all(const kq_codes *b, int weighted, kq_fits *out) {
     for (int j = 0; j < SUBS; ++j) {
         out->scale[j] = out->error[j] = out->qq[j] = 0;
-        if (b->used >> j & 1) fit_sub_block(b, j, &kq_classes_q3_k[magnitude_of(b->present[j])], out);
+        if (!(b->used >> j & 1)) continue;
+        const kq_signed_class *start = &kq_classes_q3_k[magnitude_of(b->present[j])];
+        if (weighted) fit_sub_block(b, j, start, 1, out);
+        else fit_sub_block(b, j, start, 0, out);
     }
 }
 
@@ -215,7 +213,7 @@ static void encode_row(const kq_row *row) {
         kq_choice choice;
         uint8_t quants[SUBS][16] KQ_ALIGNED;
         read_codes(row, i, &codes);
-        fit_all(&codes, &fits);
+        fit_all(&codes, row->weights != NULL, &fits);
         kq_half_range half = half_range(codes.exponent);
         search(&fits, half, &choice);
         float error = round_codes(&codes, &choice, quants);

@@ -5,12 +5,13 @@
 #define INDEX_TOP 63
 #define CLASSES kq_classes_q4_k
 #define CLASSES_WEIGHTED kq_classes_q4_k_weighted
+#define MOST_GROUPS 2
 #define TRIALS kq_trials_q4_k
 #define TYPE KQ_TYPE_Q4_K
 #include "kq_affine.h"
 
-static const kq_trust trust = {0, 0, 0};
-static const kq_effort effort = {2, 8, 2, 1.03f}, effort_weighted = {4, 16, 4, 1.03f};
+static const kq_trust trust = {0, 0, 1};
+static const kq_effort effort = {2, 8, 2, 1.03f};
 
 /* Quants of two sub-blocks, in the low and the high nibbles of 32 bytes. */
 KQ_INLINE void pack_pair(const uint8_t *packed, const uint8_t *low, const uint8_t *high, uint8_t *out) {
@@ -53,7 +54,7 @@ static void encode_row(const kq_row *row) {
     kq_block_q4_k *out = (kq_block_q4_k *)row->out;
     for (int64_t i = 0; i < row->cols / KQ_SUPER; ++i) {
         kq_solution found;
-        solve(row, i, row->weights ? effort_weighted : effort, trust, &found);
+        solve(row, i, effort, trust, &found);
         pack(row->packed + KQ_SUPER / 2 * i, &found.choice, found.codes.exponent, found.quants, out + i);
     }
 }

@@ -8,7 +8,7 @@ kq_trials kq_trials_q4_k, kq_trials_q2_k, kq_trials_q3_k;
 uint8_t kq_pair_counts[256][16] __attribute__((aligned(64)));
 
 /* Scales of the lanes, relative to the range spread evenly over all quants. Q4_K gains from spreading wider: where the
- * spacing is that of the levels, most of them are hit. The last lane is that spacing, if the range allows. */
+ * spacing is that of the levels, most of them are hit. The last lane is that spacing. */
 static const double spread_q4_k[15] = {0.92,   0.9457, 0.9714, 0.9971, 1.0229, 1.0486, 1.0743, 1.1,
                                        1.1257, 1.1514, 1.1771, 1.2029, 1.2286, 1.2543, 1.28};
 static const double spread_q2_k[15] = {0.6,  0.65, 0.69, 0.73, 0.77, 0.81, 0.85, 0.89,
@@ -34,11 +34,19 @@ static uint8_t cost_of(double miss) {
     return (uint8_t)(cost > 255 ? 255 : cost);
 }
 
+/* The spacing of the levels: what hits them all if they lie within `top` steps. A little more than 15 of them are
+ * worth a clipped end, still more every other level. */
+static double level_spacing(double range, int top) {
+    if (range <= 0) return 1;
+    if (range <= top) return 1.0 / (int)(top / range);
+    if (top == 15) return range <= 18 ? 1 : 2;
+    return 1.01 * range / top;
+}
+
 static void fill_affine(int negative, int positive, int top, const double *spread, kq_affine_class *out) {
     double low = -kq_level[negative], range = kq_level[positive] - low;
     for (int lane = 0; lane < 16; ++lane) {
-        double scale = range > 0 ? range / top * (lane < 15 ? spread[lane] : 1.01) : 1;
-        if (lane == 15 && range > 0 && range <= top) scale = 1.0 / (int)(top / range);
+        double scale = lane < 15 && range > 0 ? range / top * spread[lane] : level_spacing(range, top);
         /* Minima from "lowest value on quant 0" to "highest on the last quant", and almost half a step beyond. */
         double slack = top * scale - range, margin = 0.45 * scale;
         double first = (slack < 0 ? slack : 0) - margin - low, last = (slack > 0 ? slack : 0) + margin - low;
