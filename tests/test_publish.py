@@ -135,7 +135,7 @@ def test_the_card_says_what_manifest_and_report_say(hub: HubServer, made: Path, 
     assert "MXFP4 (4.25)" in row and f"{report.output.kl.value:.4g}" in row
     assert f"{100 * report.routing.overlap.value:.4g}" in row
     assert "b12180 or later" in card and f"llama-server -hf {REPO}:MXFP4" in card
-    assert "kimi-gguf convert Kimi --quant MXFP4 --split-max-size 2000000 --encoder ggml" in card
+    assert "kimi-gguf convert Kimi --quant MXFP4 --split-max-size 2000000 --encoder" in card
     assert f"kimi-gguf verify hf://{REPO}/MXFP4 --source" in card and "Split files" in card
     # 3 KDA layers: a state of 2 x 128 x 128 and 3 x 3 convolution inputs of 256, in float32; one MLA layer: a latent
     # of 320 and an indexer key of 64, in 16 bits.
