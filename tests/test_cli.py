@@ -293,6 +293,16 @@ def test_a_closed_stdin_and_a_reader_that_left_do_no_harm(checkpoint: Path, tmp_
     assert left.returncode == 1 and left.stderr == ""
 
 
+def test_closed_streams_do_no_harm(checkpoint: Path, tmp_path: Path) -> None:
+    code = (
+        "import os, sys; [os.close(fd) for fd in (0, 1, 2)]; "
+        "os.execv(sys.executable, [sys.executable, '-m', 'kimi_gguf', *sys.argv[1:]])"
+    )
+    command = [sys.executable, "-c", code, "convert", str(checkpoint), "--quant", "MXFP4", "--outdir", str(tmp_path)]
+    assert subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False).returncode == 0
+    assert api.inspect(next(tmp_path.glob("*.gguf"))).sizes.total.nbytes
+
+
 def test_version_and_module_entry() -> None:
     result = child("--version")
     assert result.returncode == 0 and result.stdout.startswith("kimi-gguf ")

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -31,8 +32,8 @@ VERBS = {
     "verify": "Trace every tensor of a GGUF to its checkpoint, and compare the values.",
     "demo": "Convert the tiny K3.1 that is shipped to Q4_K_M, inspect it, let it write.",
     "publish": "Publish GGUF files on the Hub, with manifest, eval report and a model card.",
-    "export": "Lay a GGUF out for Ollama or LM Studio.",
     "serve": "Serve a model with an OpenAI-compatible API, here or over RPC workers, supervised.",
+    "export": "Lay a GGUF out for Ollama or LM Studio.",
     "cluster": "Several machines: run RPC workers, plan and check a cluster.",
     "runtime": "Build the patched llama.cpp that runs the models, or show what is built.",
 }
@@ -72,8 +73,19 @@ def cli() -> None:
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit; every failure is one message, in JSON when ``--json`` was given."""
+    _open_streams()
     arguments = list(sys.argv[1:] if args is None else args)
     sys.exit(run(arguments))
+
+
+def _open_streams() -> None:
+    """Point standard streams that are closed at the null device.
+
+    An output file would get a closed stream's number, and what a library prints there.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def run(arguments: list[str]) -> int:
