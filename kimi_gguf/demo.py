@@ -111,12 +111,20 @@ def demo(
 
 
 def _written(file: Path, vocabulary: Path, note: Callable[[str], None]) -> str | None:
-    """What the model writes after ``PROMPT``; None without a runtime."""
+    """What the model writes after ``PROMPT``; None without a runtime, or with one that does not run here."""
     try:
         built = runtime.find()
     except KimiGgufError:
         note("the model writes a few sentences here once `kimi-gguf runtime build` has been run")
         return None
+    try:
+        return _continued(file, vocabulary, built)
+    except KimiGgufError as error:
+        note(f"the model writes nothing, since the runtime fails: {error}")
+        return None
+
+
+def _continued(file: Path, vocabulary: Path, built: runtime.Runtime) -> str:
     words = parse_ranks(vocabulary.read_bytes(), vocabulary.name)
     ids = {word: number for number, word in enumerate(words)}
     prompt = [ids[word.encode()] for word in PROMPT]

@@ -141,7 +141,7 @@ def _keep(path: Path, data: U8Array) -> int:
         try:
             with partial.open("wb") as file:
                 for begin in range(0, data.size, _PIECE):
-                    file.write(memoryview(data[begin : begin + _PIECE]))
+                    file.write(data[begin : begin + _PIECE].data)
             partial.replace(path)
         except BaseException:
             partial.unlink(missing_ok=True)
