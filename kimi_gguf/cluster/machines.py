@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kimi_gguf.cluster.memory import Load, compute_bytes, head_compute_bytes, layer_caches
+from kimi_gguf.cluster.memory import Load, compute_bytes, layer_caches, output_bytes
 from kimi_gguf.cluster.memory_model import released_bytes
 from kimi_gguf.cluster.nodes import Node
 from kimi_gguf.cluster.placement import DEFAULT_MARGIN, place
@@ -88,7 +88,7 @@ def machine_rows(shape: str, *, margin: float = DEFAULT_MARGIN) -> list[MachineR
         for context in CONTEXTS:
             load = Load(context, 1, _UBATCH)
             cached = sum(sum(layer_caches(config, layer, load)) for layer in range(config.n_layers))
-            buffers = compute_bytes(config, load, 0, first=True, copies=1) + head_compute_bytes(config, load, copies=1)
+            buffers = compute_bytes(config, load, 0, first=True, copies=1) + output_bytes(config, load)
             needs[context] = model.total + cached + buffers
         rows.append(MachineRow(name, model.total, needs, longest))
     return sorted(rows, key=lambda row: -row.weights)

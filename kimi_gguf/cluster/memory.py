@@ -27,8 +27,8 @@ HASHED_ABOVE = 10 << 20
 HASH_BYTES = 8
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
-# Rows of ``hidden`` values per token that are alive beside a layer's own values: on the first device, on a later one,
-# and on a later one for each checkpoint of the residual stream that it gets from the device before it.
+# Rows of ``hidden`` values per token that are alive beside a layer's own values: on the first device, on a later one
+# when several batches are under way, and there for each checkpoint of the residual stream that comes from before.
 _ROWS_FIRST, _ROWS_LATER, _ROWS_PER_CHECKPOINT = 16, 25, 8
 # The same for the moment at which an MLA layer has chosen its keys.
 _ROWS_FIRST_MLA, _ROWS_LATER_MLA = 6, 16
@@ -162,20 +162,26 @@ def compute_bytes(config: ModelConfig, load: Load, begin: int, *, first: bool, c
     """
     moe, mla = config.moe, config.mla
     square = load.cells * load.ubatch
+    piped = copies > 1 and not first
     checkpoints = 0 if first else -(-begin // config.attn_res_block)
-    carried = checkpoints * (_ROWS_PER_CHECKPOINT if copies > 1 else 2)
+    carried = checkpoints * (_ROWS_PER_CHECKPOINT if piped else 1)
     experts = F32 * moe.used * (3 * moe.width + moe.latent)
     queries = 4 * F32 * mla.heads * (mla.kv_lora + mla.rope)
     row = F32 * config.hidden
-    ffn = load.ubatch * (experts + row * (carried + (_ROWS_FIRST if first else _ROWS_LATER))) + F16 * copies * square
-    choice = load.ubatch * (queries + row * (carried + (_ROWS_FIRST_MLA if first else _ROWS_LATER_MLA)))
+    ffn = load.ubatch * (experts + row * (carried + (_ROWS_LATER if piped else _ROWS_FIRST))) + F16 * copies * square
+    choice = load.ubatch * (queries + row * (carried + (_ROWS_LATER_MLA if piped else _ROWS_FIRST_MLA)))
     scores = F32 * square if config.dsa is not None else 0
     logits = load.ubatch * F32 * config.vocab_size + F16 * copies * square + load.ubatch * row * (carried + _ROWS_FIRST)
     return max(ffn, choice + F16 * copies * square + scores, logits) + 2 * load.parallel * state_bytes(config)
 
 
+def output_bytes(config: ModelConfig, load: Load) -> int:
+    """The head's copy of the logits, one row for every sequence."""
+    return load.parallel * F32 * config.vocab_size
+
+
 def head_compute_bytes(config: ModelConfig, load: Load, *, copies: int) -> int:
-    """Compute and output buffers of the head's processor: embedded tokens, the mask, the logits of every sequence."""
+    """Buffers of a head without layers: embedded tokens, the mask, logits. One with layers has ``compute_bytes``."""
     square = load.cells * load.ubatch
     rows = load.ubatch * F32 * config.hidden * (1 + copies)
-    return rows + F16 * copies * square + load.parallel * F32 * config.vocab_size
+    return rows + F16 * copies * square + output_bytes(config, load)

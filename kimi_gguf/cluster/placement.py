@@ -22,6 +22,7 @@ from kimi_gguf.cluster.memory import (
     compute_bytes,
     head_compute_bytes,
     layer_caches,
+    output_bytes,
 )
 from kimi_gguf.cluster.nodes import MAX_DEVICES, Node
 from quant.errors import InputError
@@ -242,7 +243,7 @@ class _Problem:
             for begin in range(self.count):
                 transfer[begin, begin + 1 :] = np.maximum.accumulate(self.model.largest[begin:])
         serving = cached[None, :] - cached[:, None] + compute[:, None]
-        need = weights[None, :] - weights[:, None] + self._fixed(pool, copies) + np.maximum(transfer, serving)
+        need = weights[None, :] - weights[:, None] + self._fixed(pool) + np.maximum(transfer, serving)
         fills: npt.NDArray[np.float64] = need / (_usable(pool.memory, self.margin) or 1)
         fills[np.tril_indices(size)] = np.inf
         np.fill_diagonal(fills, np.inf if pool.kind == "processor" else 0)
@@ -269,7 +270,9 @@ class _Problem:
             self.nodes[0],
             embedding=self.model.embedding,
             experts=sum(self.model.experts[layer] for layer in on_head),
-            compute=head_compute_bytes(self.model.config, self.load, copies=copies),
+            compute=output_bytes(self.model.config, self.load)
+            if any(share.pool.kind == "processor" for share in shares)
+            else head_compute_bytes(self.model.config, self.load, copies=copies),
             transfer=2 * max(sent, default=0),
             usable=_usable(self.nodes[0].memory, self.margin),
         )
@@ -282,13 +285,13 @@ class _Problem:
     def _compute(self, pool: Pool, begin: int, copies: int) -> int:
         return compute_bytes(self.model.config, self.load, begin, first=begin == 0, copies=copies)
 
-    def _fixed(self, pool: Pool, copies: int) -> int:
+    def _fixed(self, pool: Pool) -> int:
         """What lies in the memory of the head's layers beside them."""
         if pool.kind != "processor":
             return 0
-        compute = head_compute_bytes(self.model.config, self.load, copies=copies)
         workers = any(node is not self.nodes[0] for node in self.nodes)
-        return self.model.embedding + max(compute, 2 * max(self.model.largest) if workers else 0)
+        transfer = 2 * max(self.model.largest) if workers else 0
+        return self.model.embedding + max(output_bytes(self.model.config, self.load), transfer)
 
 
 def _pools(nodes: Sequence[Node]) -> list[Pool]:

@@ -73,7 +73,7 @@ def make_gguf(
     specs = released_specs(config)
     types = [QuantType.F32 if spec.cls in _FLOAT_CLASSES else choose(spec) for spec in specs]
     entries = [TensorEntry(spec.name, spec.shape, kind) for spec, kind in zip(specs, types, strict=True)]
-    layout = lay_out(_metadata(config, keys or {}), entries)
+    layout = lay_out(model_keys(config, keys), entries)
     with path.open("wb") as file:
         file.write(layout.header)
         for spec, entry, offset in zip(specs, entries, layout.offsets, strict=True):
@@ -120,7 +120,8 @@ def _noise(name: str, count: int) -> F32Array:
     return result
 
 
-def _metadata(config: ModelConfig, keys: Mapping[str, MetadataEntry]) -> list[MetadataEntry]:
+def model_keys(config: ModelConfig, keys: Mapping[str, MetadataEntry] | None = None) -> list[MetadataEntry]:
+    """The keys of ``make_gguf``; ``keys`` replace entries or add to them."""
     count = config.vocab_size
     named = [*_NAMED, *(f"<|reserved_token_{i}|>" for i in range(BYTE_TOKENS + len(_NAMED), count))]
     types = [_NORMAL] * BYTE_TOKENS + [_CONTROL] * (count - BYTE_TOKENS)
@@ -138,7 +139,7 @@ def _metadata(config: ModelConfig, keys: Mapping[str, MetadataEntry]) -> list[Me
         _entry("tokenizer.ggml.eos_token_id", ValueType.UINT32, BYTE_TOKENS + 2),
         _entry("tokenizer.ggml.add_bos_token", ValueType.BOOL, False),
     ]
-    merged = {entry.key: entry for entry in entries} | dict(keys)
+    merged = {entry.key: entry for entry in entries} | dict(keys or {})
     return list(merged.values())
 
 
