@@ -9,6 +9,7 @@ import click
 SUBVERBS = {
     "plan": "Plan which machine holds which part of a model, from headers only.",
     "worker": "Run an RPC worker here, supervised.",
+    "doctor": "Check workers before loading: reach, build, memory, links, numbers of a small model.",
 }
 """Sub-verbs and what they do; NAME is ``command`` of the module ``kimi_gguf.cli.cluster_NAME``."""
 

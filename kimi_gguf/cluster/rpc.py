@@ -6,6 +6,7 @@ Message: command u8, size u64, data; answer: size u64, data. HELLO is command 14
 
 from __future__ import annotations
 
+import re
 import socket
 import struct
 import time
@@ -20,6 +21,8 @@ _HELLO_ANSWER = struct.Struct("<3Bx24s")
 _MEMORY_ANSWER = struct.Struct("<QQ")
 _MAX_ANSWER = 1 << 16
 _MAX_DEVICES = 64
+
+_LOST = re.compile(r"RPC server (\S+) (?:crashed|was lost)|no usable RPC server at (\S+)")
 
 Version = tuple[int, int, int]
 
@@ -85,6 +88,12 @@ def ask_worker(endpoint: str, expected: Version, *, timeout: float = 5.0) -> Wor
             f"no RPC worker at {endpoint}: {error}", "start it there: kimi-gguf cluster worker --bind HOST:PORT"
         ) from None
     return Worker(endpoint, protocol, tuple(memory))
+
+
+def lost_worker(text: str) -> str | None:
+    """The worker that llama.cpp's output names as lost last, if it does."""
+    found = _LOST.findall(text)
+    return (found[-1][0] or found[-1][1]).rstrip(",.") if found else None
 
 
 class _Talk:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import tempfile
 import time
@@ -28,7 +27,7 @@ from kimi_gguf.cluster.errors import RuntimeFault
 from kimi_gguf.cluster.llama_engine import check_model
 from kimi_gguf.cluster.placement_flags import flags
 from kimi_gguf.cluster.placement_plan import cluster_plan
-from kimi_gguf.cluster.rpc import ask_worker
+from kimi_gguf.cluster.rpc import ask_worker, lost_worker
 from kimi_gguf.cluster.runtime import Runtime, find
 from kimi_gguf.cluster.serve_flags import ServeOptions, server_arguments
 from kimi_gguf.cluster.side_port import ask_side_port
@@ -50,7 +49,6 @@ _FAILED_STARTS = 5
 # What loading takes at least, and a rate that any disk and most links exceed.
 _LOAD_SECONDS = 120.0
 _LOAD_RATE = 25e6
-_LOST = re.compile(r"RPC server (\S+) (?:crashed|was lost)|no usable RPC server at (\S+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +194,7 @@ class _Supervisor:
             if reason is None:
                 break
             failed = 0 if ready else failed + 1
-            if (not ever and not self._lost(said)) or failed >= _FAILED_STARTS:
+            if (not ever and not lost_worker(said)) or failed >= _FAILED_STARTS:
                 raise RuntimeFault(f"{reason}{said}", f"its output is in {self._log}")
             wait = backoff.after(time.monotonic() - program.started if ready else 0)
             self._note(f"{reason}; starting again in {wait:g} s")
@@ -301,13 +299,8 @@ class _Supervisor:
         return f"ready after {seconds:.1f} s{workers}{again}: {self.address}; log {self._log}"
 
     def _ending(self, program: Program) -> str:
-        lost = self._lost(program.said())
+        lost = lost_worker(program.said())
         return f"worker {lost} was lost" if lost else f"the server {program.ending}"
-
-    @staticmethod
-    def _lost(text: str) -> str | None:
-        found = _LOST.findall(text)
-        return (found[-1][0] or found[-1][1]).rstrip(",.") if found else None
 
 
 class _Placeholder:
