@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -51,3 +52,24 @@ def start_client(*arguments: object, endpoint: str, cwd: Path, token: str | None
         command, env=environment, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,
     )  # fmt: skip
+
+
+def on_disk(*folders: Path) -> int:
+    """Bytes of shards and output on disk, as ``du`` has them, holes not counted."""
+    total = 0
+    for path in (p for folder in folders for p in folder.glob("*")):
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            continue
+        if path.name.endswith((".safetensors", ".part", ".gguf", ".partial")):
+            total += min(status.st_size, status.st_blocks * 512)
+    return total
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Until ``condition`` holds; a minute at most."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "never came to pass"
+        time.sleep(0.005)

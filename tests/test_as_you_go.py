@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hub_environment import ENDPOINT
-from hub_samples import start_client
+from hub_samples import on_disk, start_client, wait_for
 from hub_server import TOKEN, HubServer
 from hub_store import sha256_of
 
@@ -65,18 +63,6 @@ def as_you_go(src: Path | str, outdir: Path, **flags: Any) -> Any:
     return convert(src, outdir=outdir, publish=REPO, as_you_go=True, create=True, **(FLAGS | flags))
 
 
-def on_disk(*folders: Path) -> int:
-    total = 0
-    for path in (p for folder in folders for p in folder.glob("*")):
-        try:
-            status = path.stat()
-        except FileNotFoundError:
-            continue
-        if path.name.endswith((".safetensors", ".part", ".gguf", ".partial")):
-            total += min(status.st_size, status.st_blocks * 512)
-    return total
-
-
 def test_the_job_runs_on_little_disk_and_the_server_holds_the_same_bytes(
     hub: HubServer, checkpoint: Path, expected: dict[str, str], tmp_path: Path
 ) -> None:
@@ -117,13 +103,6 @@ def test_a_checkpoint_on_disk_publishes_as_it_goes_too(
     history = len(hub.store.history(REPO, "main"))
     as_you_go(checkpoint, tmp_path / "again", max_disk=limit)
     assert len(hub.store.history(REPO, "main")) == history
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "never came to pass"
-        time.sleep(0.005)
 
 
 def test_killed_ten_times_and_moved_to_another_machine_the_hashes_are_the_same(

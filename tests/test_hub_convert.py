@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 from hub_api import SIGNATURE
 from hub_environment import ENDPOINT, free_port
-from hub_samples import REPO, ranges, start_client
+from hub_samples import REPO, on_disk, ranges, start_client, wait_for
 from hub_server import TOKEN, HubServer
 from hub_store import HubStore
 
@@ -53,19 +52,6 @@ def converted(src: Path | str, outdir: Path, **flags: Any) -> bytes:
     result = convert(src, outdir=outdir, **({"quant": "MXFP4", "threads": 2} | flags))
     (file,) = result.files
     return file.read_bytes()
-
-
-def on_disk(*folders: Path) -> int:
-    """Bytes of shards and output on disk, as ``du`` has them, holes not counted."""
-    total = 0
-    for path in (p for folder in folders for p in folder.glob("*")):
-        try:
-            status = path.stat()
-        except FileNotFoundError:
-            continue
-        if path.name.endswith((".safetensors", ".part", ".gguf", ".partial")):
-            total += min(status.st_size, status.st_blocks * 512)
-    return total
 
 
 class Meter:
@@ -296,13 +282,6 @@ def test_on_a_terminal_the_fetch_is_asked_about_and_no_is_the_default(
     err = capsys.readouterr().err
     assert err.index("MXFP4") < err.index("Fetch moonshotai/Kimi-K3.1-Pro shard by shard, and convert it? [y/N]")
     assert (tmp_path / NAME).exists() == (code == 0)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "never came to pass"
-        time.sleep(0.02)
 
 
 def test_kill_of_the_client_and_the_same_command_finishes(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hub_environment import ENDPOINT
-from hub_samples import start_client
+from hub_samples import start_client, wait_for
 from hub_server import TOKEN, HubServer
 from hub_store import sha256_of
 from report_samples import make_report
@@ -162,6 +160,19 @@ def test_a_second_quant_joins_the_table_and_hand_written_text_stays(hub: HubServ
     assert (text_of(hub, "README.md"), commits(hub)) == (now, before)
 
 
+def test_a_card_that_the_hub_will_not_take_is_found_out_before_the_upload(hub: HubServer, made: Path) -> None:
+    hub.store.create(REPO)
+    for text, words in (
+        ("---\ntags: 5\n---\n", 'objects: "tags" must be a list of strings'),
+        ("---\n: :\n---\n", "not YAML"),
+    ):
+        entry = hub.store.entry("README.md", hub.store.put(text.encode()))
+        hub.store.commit(REPO, "main", "hand", {"README.md": entry})
+        with pytest.raises(InputError, match=words):
+            publish_model(made, REPO)
+    assert sent(hub) == []
+
+
 def test_marks_that_do_not_pair_are_refused() -> None:
     with pytest.raises(InputError, match="region quants do not pair up"):
         merge_regions("<!-- kimi-gguf:begin quants -->\ntext", {"quants": "new"})
@@ -248,13 +259,6 @@ def test_a_file_that_is_not_its_manifests_is_refused_before_a_commit(
     with pytest.raises(InputError, match="damaged"):
         publish_model(folder, REPO, create=True)
     assert not any(path.endswith(".gguf") for path in files_of(hub))
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "never came to pass"
-        time.sleep(0.02)
 
 
 def test_a_killed_upload_is_continued_and_nothing_is_sent_twice(hub: HubServer, made: Path, tmp_path: Path) -> None:

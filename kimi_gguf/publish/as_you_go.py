@@ -107,7 +107,8 @@ class AsYouGo:
         self._folder = plan.recipe
         self._manifest = manifest_path(self._folder, set_stem(plan))
         state = self._target.create(private=self._private) if self._create else self._target.look()
-        readme(self._target.repo, with_published([], state), state)
+        for card in readme(self._target.repo, with_published([], state), state):
+            self._target.check_card(card)
         if not self._overwrite:
             self._check_alone(state)
         self._records = {} if self._overwrite else self._published(state)

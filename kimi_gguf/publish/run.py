@@ -123,7 +123,8 @@ def publish_model(
         there = target.create(private=private) if create else _must_exist(target)
         # The card is made before the uploads too: one that cannot be read is found out before terabytes are sent.
         uploads, quants = _uploads(bundle, there)
-        readme(target.repo, quants, there)
+        for card in readme(target.repo, quants, there):
+            target.check_card(card)
         target.send(uploads, _message(bundle), sent=lambda u: note(f"published: {u.path}"))
 
         def card_of(now: Repository) -> list[Upload]:

@@ -9,6 +9,7 @@ names its parent, so that two writers cannot undo each other's work.
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 from threading import Event
 
 import httpx2
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import disable_progress_bars
 
@@ -118,6 +119,26 @@ class Target:
                 except Exception as error:
                     patience.failed(self._sorted(error, ""))
 
+    def check_card(self, card: Upload) -> None:
+        """Have the Hub read the front matter of a model card, before anything is uploaded for it.
+
+        Raises:
+            InputError: what it objects to.
+        """
+        text = card.content.decode() if isinstance(card.content, bytes) else ""
+        patience = self._patience(card.path)
+        while True:
+            try:
+                ModelCard(text).validate(repo_type="model")
+                return
+            except ValueError as error:
+                raise InputError(
+                    f"{self.repo}/{card.path}: the Hub objects: {_objections(str(error))}",
+                    "repair the front matter of the one that is there by hand",
+                ) from None
+            except Exception as error:
+                patience.failed(self._sorted(error, card.path))
+
     def existing(self) -> Repository | None:
         """The branch as it is now; None when there is no such repository."""
         try:
@@ -218,6 +239,9 @@ class Target:
         """
         if isinstance(error, KimiGgufError | TypeError | AttributeError | LookupError):
             raise error
+        if isinstance(error, ValueError):
+            # What the library itself objects to, and the Hub's objections to a model card.
+            raise InputError(f"{self.repo}/{what}: {scrub(str(error))}") from None
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, OfflineModeIsEnabled):
@@ -237,9 +261,15 @@ class Target:
             if isinstance(cause, OSError) and cause.filename:
                 raise InputError(f"cannot read {cause.filename}: {cause.strerror}", "the rest can be published later")
             cause = cause.__cause__
-        if isinstance(error, ValueError):
-            raise InputError(f"{self.repo}/{what}: {scrub(str(error))}") from None
         return Transient(f"{type(error).__name__}: {scrub(str(error))}")
+
+
+def _objections(text: str) -> str:
+    """What the Hub objects to in a card, as sentences."""
+    try:
+        return "; ".join(scrub(str(found["message"])) for found in json.loads(text)["errors"])
+    except (ValueError, KeyError, TypeError):
+        return scrub(text)
 
 
 def _always(adds: Sequence[CommitOperationAdd]) -> Callable[[Repository], Sequence[CommitOperationAdd]]:
