@@ -13,7 +13,10 @@ from convert.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from kimi_gguf.api import convert, inspect, plan
+    from kimi_gguf.cluster.doctor import cluster_doctor
     from kimi_gguf.cluster.placement_plan import cluster_plan
+    from kimi_gguf.cluster.serve import serve
+    from kimi_gguf.cluster.worker import cluster_worker
     from kimi_gguf.publish.run import publish_model
     from kimi_gguf.verify.evaluation import evaluate, record
     from kimi_gguf.verify.imatrix import imatrix
@@ -21,7 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "__version__",
+    "cluster_doctor",
     "cluster_plan",
+    "cluster_worker",
     "convert",
     "evaluate",
     "imatrix",
@@ -29,12 +34,16 @@ __all__ = [
     "plan",
     "publish_model",
     "record",
+    "serve",
     "verify_model",
 ]
 
 _HOMES = {
+    "cluster_doctor": "kimi_gguf.cluster.doctor",
     "cluster_plan": "kimi_gguf.cluster.placement_plan",
+    "cluster_worker": "kimi_gguf.cluster.worker",
     "convert": "kimi_gguf.api",
+    "serve": "kimi_gguf.cluster.serve",
     "inspect": "kimi_gguf.api",
     "plan": "kimi_gguf.api",
     "evaluate": "kimi_gguf.verify.evaluation",

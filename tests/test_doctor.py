@@ -17,7 +17,7 @@ from test_runtime_rpc import fake_worker
 
 from kimi_gguf.cli.cluster import command
 from kimi_gguf.cluster import doctor_sample
-from kimi_gguf.cluster.doctor import Diagnosis, doctor, report_text
+from kimi_gguf.cluster.doctor import Diagnosis, cluster_doctor, report_text
 from kimi_gguf.cluster.doctor_sample import SampleRun, difference
 from kimi_gguf.cluster.errors import RuntimeFault
 from kimi_gguf.cluster.runtime import Runtime
@@ -91,7 +91,7 @@ def test_each_bad_node_is_named_with_its_reason(workers: list[str], runtime: Run
     ):
         addresses = [workers[0], f"127.0.0.1:{nobody}", silent, bare]
         addresses += [f"127.0.0.1:{port}" for port in (older, built, busy)]
-        found = doctor(nodes=nodes_file(tmp_path, addresses))
+        found = cluster_doctor(nodes=nodes_file(tmp_path, addresses))
     assert time.monotonic() - begin < 60
     named = faults(found)
     assert sorted(named) == ["b", "c", "d", "e", "f", "g"]
@@ -115,7 +115,7 @@ def test_a_worker_with_less_memory_than_stated_is_named(workers: list[str], tmp_
 
 def test_a_model_is_compared_with_what_is_free(workers: list[str], tmp_path: Path) -> None:
     model = CASES[0].make(tmp_path / "model.gguf")
-    found = doctor(model, nodes=nodes_file(tmp_path, workers), context=512, sample=False)
+    found = cluster_doctor(model, nodes=nodes_file(tmp_path, workers), context=512, sample=False)
     assert found.healthy and found.difference is None
 
 
@@ -132,8 +132,8 @@ def test_a_worker_that_computes_wrongly_is_blamed(
 
     monkeypatch.setattr(doctor_sample, "run_sample", wrong)
     file = nodes_file(tmp_path, workers)
-    assert faults(doctor(nodes=file)).keys() == {"a"}
-    found = doctor(nodes=nodes_file(tmp_path, workers[1:]))
+    assert faults(cluster_doctor(nodes=file)).keys() == {"a"}
+    found = cluster_doctor(nodes=nodes_file(tmp_path, workers[1:]))
     assert "the sample's log-probabilities differ" in faults(found)["a"]
 
 

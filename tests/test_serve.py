@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 import socket
 import time
@@ -137,6 +138,21 @@ def test_an_idle_head_whose_worker_was_restarted_is_renewed(model: Path, runtime
         kill(victim)
         until("the head is renewed", lambda: running_service.head.text.count("ready after") == 2, 60)
         assert running_service.complete(4)
+
+
+@pytest.mark.runtime
+def test_a_worker_that_hangs_is_an_error_and_in_the_end_given_up(model: Path, runtime: Runtime, tmp_path: Path) -> None:
+    with service(model, tmp_path, 1, "--worker-timeout", "1", "--give-up", "1") as running_service:
+        (stopped,) = children(running_service.workers[0].process.pid)
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            with pytest.raises((http.client.HTTPException, OSError)):
+                running_service.complete(4)
+            assert running_service.head.process.wait(60) == 1
+            assert "gave up after 1 s: worker" in running_service.head.text
+            assert "did not answer within" in running_service.head.text
+        finally:
+            os.kill(stopped, signal.SIGCONT)
 
 
 @pytest.mark.runtime

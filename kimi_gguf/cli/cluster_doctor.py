@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from kimi_gguf.cli.options import console_for, output_options
-from kimi_gguf.cluster.doctor import doctor, report_text
+from kimi_gguf.cluster.doctor import cluster_doctor, report_text
 from kimi_gguf.cluster.placement_plan import DEFAULT_CONTEXT
 
 
@@ -26,7 +26,7 @@ def command(as_json: bool, quiet: bool, **flags: Any) -> int:
     With MODEL, each worker's free memory is compared with its share of it. Exits with 1 when a node is not fit.
     """
     console = console_for(as_json, quiet)
-    found = doctor(note=console.note, **flags)
+    found = cluster_doctor(note=console.note, **flags)
     essence = [f"{node.name}: {fault}" for node in found.nodes for fault in node.faults]
     console.result(found.to_dict(), report_text(found), quiet="\n".join([*essence, *found.faults]) or "healthy")
     return 0 if found.healthy else 1

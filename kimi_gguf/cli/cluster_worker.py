@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from kimi_gguf.cli.options import console_for, output_options
-from kimi_gguf.cluster.worker import DEFAULT_BIND, worker
+from kimi_gguf.cluster.worker import DEFAULT_BIND, cluster_worker
 from kimi_gguf.console_steps import StageBar
 
 
@@ -28,5 +28,5 @@ def command(as_json: bool, quiet: bool, **flags: Any) -> None:
     """
     console = console_for(as_json, quiet)
     with StageBar(console) as bar:
-        result = worker(note=bar.stage, step=bar.step, warn=lambda text: console.warnings((text,)), **flags)
+        result = cluster_worker(note=bar.stage, step=bar.step, warn=lambda text: console.warnings((text,)), **flags)
     console.result(result.to_dict(), f"worker at {result.endpoint} stopped after {result.seconds:.0f} s")

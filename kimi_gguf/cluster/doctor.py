@@ -72,7 +72,7 @@ class Diagnosis:
         return asdict(self) | {"healthy": self.healthy, "seconds": round(self.seconds, 1)}
 
 
-def doctor(
+def cluster_doctor(
     model: str | os.PathLike[str] | None = None,
     *,
     nodes: str | os.PathLike[str],

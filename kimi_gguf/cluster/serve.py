@@ -41,6 +41,7 @@ DEFAULT_PORT = 8080
 GIVE_UP_SECONDS = 600.0
 WORKER_SECONDS = 600.0
 
+_LOOPBACK = ("127.0.0.1", "localhost")
 _POLL_SECONDS = 0.2
 _WATCH_SECONDS = 5.0
 _HEALTH_SECONDS = 10.0
@@ -120,6 +121,8 @@ def serve(
         rpc, placement = _placement(files.paths[0], nodes, tokens, parallel)
     for endpoint in rpc:
         ask_worker(endpoint, runtime.facts.rpc_protocol)
+    if host not in _LOOPBACK:
+        note(f"whoever reaches {host}:{port} can use the service; to ask for a key, add -- --api-key-file FILE")
     nbytes = sum(header.file_size for header in files.headers)
     limit = load_timeout or _LOAD_SECONDS + nbytes / _LOAD_RATE
     started = time.monotonic()

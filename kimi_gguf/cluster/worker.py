@@ -49,7 +49,7 @@ class WorkerResult:
         return {"endpoint": self.endpoint, "starts": self.starts, "seconds": round(self.seconds, 1)}
 
 
-def worker(
+def cluster_worker(
     *,
     bind: str = DEFAULT_BIND,
     seed: str | os.PathLike[str] | None = None,
