@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kimi_gguf.cluster.placement_plan import cluster_plan
     from kimi_gguf.cluster.serve import serve
     from kimi_gguf.cluster.worker import cluster_worker
+    from kimi_gguf.export import export_lmstudio, export_ollama
     from kimi_gguf.publish.run import publish_model
     from kimi_gguf.verify.evaluation import evaluate, record
     from kimi_gguf.verify.imatrix import imatrix
@@ -29,6 +30,8 @@ __all__ = [
     "cluster_worker",
     "convert",
     "evaluate",
+    "export_lmstudio",
+    "export_ollama",
     "imatrix",
     "inspect",
     "plan",
@@ -46,6 +49,8 @@ _HOMES = {
     "serve": "kimi_gguf.cluster.serve",
     "inspect": "kimi_gguf.api",
     "plan": "kimi_gguf.api",
+    "export_lmstudio": "kimi_gguf.export",
+    "export_ollama": "kimi_gguf.export",
     "evaluate": "kimi_gguf.verify.evaluation",
     "publish_model": "kimi_gguf.publish.run",
     "record": "kimi_gguf.verify.evaluation",

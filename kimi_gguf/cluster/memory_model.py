@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
 
 from convert.model_config import ModelConfig
@@ -45,6 +46,7 @@ def model_bytes(
     return gguf_bytes(_read(os.fspath(model or "")))
 
 
+@lru_cache(maxsize=64)
 def released_bytes(shape: str, quant: str) -> ModelBytes:
     """A released shape in a recipe; recipes that need an importance matrix are sized as if they had one.
 
