@@ -36,6 +36,7 @@ from quant.types import row_bytes
 
 _PIECE_WEIGHTS = 1 << 20
 _DIAGNOSED = 3
+_PROBES = 5
 _HARD_FLOORS = frozenset(
     {
         TensorClass.ROUTER,
@@ -73,6 +74,20 @@ class _Job:
         self.error2 += seen.error2
         self.norm2 += seen.norm2
         self.reference2 += seen.reference2
+
+
+class _Votes:
+    """Of ``probes`` rows, how many some encoder explains, and how many each does."""
+
+    def __init__(self) -> None:
+        self.by: Counter[Candidate] = Counter()
+        self.probes = 0
+        self.explained = 0
+
+    def add(self, other: _Votes) -> None:
+        self.by.update(other.by)
+        self.probes += other.probes
+        self.explained += other.explained
 
 
 class PayloadRun:
@@ -121,48 +136,48 @@ class PayloadRun:
         self, matched: Sequence[tuple[TensorSpec, GgufTensor]], pool: ThreadPoolExecutor
     ) -> list[Candidate | None]:
         """How each tensor was encoded; None where that cannot be told."""
-        votes = list(pool.map(lambda pair: self._votes(*pair), matched))
-        groups: dict[tuple[str, str], Counter[Candidate]] = {}
-        for (spec, tensor), found in zip(matched, votes, strict=True):
-            groups.setdefault((spec.source_type, tensor.qtype.name), Counter()).update(found)
+        every = list(pool.map(lambda pair: self._votes(*pair), matched))
+        groups: dict[tuple[str, str], _Votes] = {}
+        for (spec, tensor), votes in zip(matched, every, strict=True):
+            groups.setdefault((spec.source_type, tensor.qtype.name), _Votes()).add(votes)
         return [
-            self._way(spec, tensor, found, groups[spec.source_type, tensor.qtype.name])
-            for (spec, tensor), found in zip(matched, votes, strict=True)
+            self._way(spec, tensor, votes, groups[spec.source_type, tensor.qtype.name])
+            for (spec, tensor), votes in zip(matched, every, strict=True)
         ]
 
-    def _way(
-        self, spec: TensorSpec, tensor: GgufTensor, votes: Counter[Candidate], group: Counter[Candidate]
-    ) -> Candidate | None:
+    def _way(self, spec: TensorSpec, tensor: GgufTensor, votes: _Votes, group: _Votes) -> Candidate | None:
         if has_one_encoding(spec, tensor.qtype):
             return Candidate("ggml", False) if tensor.qtype in ggml.ENCODABLE else None
         possible = self.pair.candidates(spec, tensor.qtype)
-        if votes:
-            return max(possible, key=lambda c: (votes[c], group[c]))
-        # None of this tensor's rows fits any encoder. If others of its kind do, it is damaged, not different;
-        # unless an importance matrix that is not at hand may have been at work.
-        known = [c for c in possible if group[c]]
-        if self.weighed_unknown or not known:
-            return None
-        return max(known, key=lambda c: group[c])
+        best = max(possible, key=lambda c: (votes.by[c], group.by[c]), default=None)
+        if best is None or (votes.probes and votes.by[best] == votes.probes and self.weighed_unknown):
+            return best
+        # Rows of a tensor may be damaged; most of all rows of this type cannot be, or the encoder is another one,
+        # an older version of ours for example, or had an importance matrix that is not at hand.
+        return best if 2 * group.explained >= group.probes and group.by[best] else None
 
-    def _votes(self, spec: TensorSpec, tensor: GgufTensor) -> Counter[Candidate]:
-        """For each encoder the number of rows, of three, that it explains."""
-        votes: Counter[Candidate] = Counter()
+    def _votes(self, spec: TensorSpec, tensor: GgufTensor) -> _Votes:
+        """Which encoders explain a few rows from the tensor's beginning to its end."""
+        votes = _Votes()
         if has_one_encoding(spec, tensor.qtype):
             return votes
         quantum = TRANSFORMS[spec.transform].quantum(spec)
-        count = row_count(spec) // quantum
-        for number in {0, count // 2, count - 1}:
-            # The rows of one quantum may belong to several matrices, of which each has its importance.
+        last = row_count(spec) // quantum - 1
+        for number in sorted({round(last * part / (_PROBES - 1)) for part in range(_PROBES)}):
             begin = number * quantum
+            votes.probes += 1
             try:
                 rows = self.pair.expected(spec, begin, begin + quantum)
                 found = self.pair.found(spec.name, begin, begin + quantum)
-                for candidate in self.pair.candidates(spec, tensor.qtype):
-                    if (self.pair.encoded(spec, tensor.qtype, candidate, rows, begin) == found).all():
-                        votes[candidate] += 1
+                right = [
+                    candidate
+                    for candidate in self.pair.candidates(spec, tensor.qtype)
+                    if (self.pair.encoded(spec, tensor.qtype, candidate, rows, begin) == found).all()
+                ]
             except KimiGgufError:
                 continue
+            votes.by.update(right)
+            votes.explained += bool(right)
         return votes
 
     def _compare(self, jobs: Sequence[_Job], pool: ThreadPoolExecutor) -> None:
