@@ -17,6 +17,7 @@ from hub_store import sha256_of
 from convert.domain import Plan
 from kimi_gguf import convert, publish_model
 from kimi_gguf.hub import retry
+from kimi_gguf.publish.lock import upload_lock
 from kimi_gguf.reference.checkpoint_maker import TinyShape, make_checkpoint
 from quant.errors import InputError, OutputError, UsageError
 
@@ -139,6 +140,20 @@ def test_killed_ten_times_and_moved_to_another_machine_the_hashes_are_the_same(
     assert published(hub) == expected
     assert manifest_of(hub)["complete"] and TOKEN not in out + err + json.dumps(manifest_of(hub))
     assert not list((folder / "out").glob("*.gguf*journal")) and not list((folder / "out").glob("*.gguf"))
+
+
+def test_an_interrupt_does_not_wait_for_an_upload(hub: HubServer, checkpoint: Path, tmp_path: Path) -> None:
+    hang = hub.fault("PUT /upload/", "hang", seconds=30, skip=1)
+    flags = ("convert", checkpoint, "--quant", "MXFP4", "--split-max-size", SPLIT, "--outdir", tmp_path / "out")
+    flags = (*flags, "--publish", REPO, "--as-you-go", "--create")
+    client = start_client(*flags, endpoint=ENDPOINT, cwd=tmp_path, token=TOKEN)
+    wait_for(lambda: hang.times == 0)
+    client.send_signal(signal.SIGINT)
+    _, err = client.communicate(timeout=25)
+    assert client.returncode == 130, err
+    assert err.endswith("error: interrupted\n  the same command continues where it stopped\n")
+    with upload_lock(REPO, "main"):
+        pass
 
 
 class Off(Exception):

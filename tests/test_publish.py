@@ -197,6 +197,11 @@ def test_a_branch_of_its_own(hub: HubServer, made: Path) -> None:
         publish_model(made, REPO, revision="next")
     publish_model(made, REPO, revision="next", create=True)
     assert f"MXFP4/{ggufs(made)[0].name}" in files_of(hub, "next") and files_of(hub) == {}
+    with pytest.raises(InputError, match="Invalid rev id"):
+        publish_model(made, f"hf://{REPO}@third")
+    assert not publish_model(made, f"hf://{REPO}@third", create=True, dry_run=True).exists
+    publish_model(made, f"hf://{REPO}@third", create=True)
+    assert f"MXFP4/{ggufs(made)[0].name}" in files_of(hub, "third")
 
 
 def test_a_commit_that_timed_out_and_happened_is_not_made_again(hub: HubServer, made: Path) -> None:

@@ -27,6 +27,10 @@ class NoRepository(InputError):
     """There is no such repository, or it is hidden from this user."""
 
 
+class NoRevision(InputError):
+    """The repository has no such branch, tag or commit."""
+
+
 class Transient(Exception):
     """A failure that another try may not meet; ``wait``: seconds that the Hub asked for."""
 
@@ -71,7 +75,7 @@ def refusal(error: HfHubHTTPError | OfflineModeIsEnabled, repo: str, what: str =
     if isinstance(error, RepositoryNotFoundError):
         return NoRepository(message, f"check the name; if the repository is private, {LOG_IN}")
     if isinstance(error, RevisionNotFoundError):
-        return InputError(
+        return NoRevision(
             message, f"name a branch, tag or commit that is listed at {constants.ENDPOINT}/{repo}/commits"
         )
     if isinstance(error, RemoteEntryNotFoundError):

@@ -23,7 +23,7 @@ from huggingface_hub.utils import disable_progress_bars
 
 from convert.version import VERSION
 from kimi_gguf.hub.address import HubAddress
-from kimi_gguf.hub.faults import NoRepository, Transient, refusal, scrub, transport_fault
+from kimi_gguf.hub.faults import NoRepository, NoRevision, Transient, refusal, scrub, transport_fault
 from kimi_gguf.hub.repository import HubFile, Repository, open_repository
 from kimi_gguf.hub.retry import Note, Patience
 from kimi_gguf.hub.transport import PATIENT_TRIES, check_status, silent
@@ -106,18 +106,15 @@ class Target:
         Raises:
             InputError: it cannot be made.
         """
-        try:
-            return self.look()
-        except InputError:
-            patience = self._patience("")
-            while True:
-                try:
-                    self._api.create_repo(self.repo, private=private, exist_ok=True)
-                    if self.branch != MAIN:
-                        self._api.create_branch(self.repo, branch=self.branch, exist_ok=True)
-                    return self.look()
-                except Exception as error:
-                    patience.failed(self._sorted(error, ""))
+        patience = self._patience("")
+        while (there := self.existing()) is None:
+            try:
+                self._api.create_repo(self.repo, private=private, exist_ok=True)
+                if self.branch != MAIN:
+                    self._api.create_branch(self.repo, branch=self.branch, exist_ok=True)
+            except Exception as error:
+                patience.failed(self._sorted(error, ""))
+        return there
 
     def check_card(self, card: Upload) -> None:
         """Have the Hub read the front matter of a model card, before anything is uploaded for it.
@@ -140,10 +137,10 @@ class Target:
                 patience.failed(self._sorted(error, card.path))
 
     def existing(self) -> Repository | None:
-        """The branch as it is now; None when there is no such repository."""
+        """The branch as it is now; None when there is no such repository or branch."""
         try:
             return self.look()
-        except NoRepository:
+        except (NoRepository, NoRevision):
             return None
 
     def send(self, uploads: Sequence[Upload], message: str, sent: Callable[[Upload], None] = lambda u: None) -> None:
