@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,9 @@ class Measured:
     """What comparing one file with the checkpoint gave; ``kl`` F64 [tokens], NaN where nothing was predicted."""
 
     variant: Variant
-    nbytes: int
     bits: float
     comparison: Comparison
+    model: OpenModel
 
     @property
     def kl(self) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -129,20 +129,32 @@ def make_files(work: Path, checkpoint: Path, context: int) -> dict[Variant, Path
     return files
 
 
-def measure(base: OpenModel, files: dict[Variant, Path], tokens: TokenSet) -> Iterator[Measured]:
-    """Compares all files with the checkpoint, some of them side by side in one run."""
-    todo = list(files.items())
+def measure(base: OpenModel, files: dict[Variant, Path], tokens: TokenSet, work: Path) -> list[Measured]:
+    """Compares all files with the checkpoint, some of them side by side in one run; results in ``work`` are reused."""
+    measured = {}
+    for variant, path in files.items():
+        model = open_model(path)
+        sizes = inspect(path).sizes.total
+        measured[variant] = Measured(variant, sizes.bits, Comparison(tokens, base.identity, model.identity), model)
+    kept = {one.variant: work / f"{one.variant.name}-{tokens.digest[:12]}.npz" for one in measured.values()}
+    todo = []
+    for variant, one in measured.items():
+        if kept[variant].exists():
+            with np.load(kept[variant]) as arrays:
+                one.comparison.restore(dict(arrays))
+        else:
+            todo.append(one)
     settings = StreamSettings(options=preset("official"))
     for begin in range(0, len(todo), AT_ONCE):
         group = todo[begin : begin + AT_ONCE]
-        models = [open_model(path) for _, path in group]
-        comparisons = [Comparison(tokens, base.identity, model.identity) for model in models]
         started = time.monotonic()
-        run_stream([base, *models], tokens, Fan(comparisons), settings)
-        print(f"{', '.join(v.name for v, _ in group)}: {time.monotonic() - started:.0f} s", flush=True)
-        for (variant, path), comparison in zip(group, comparisons, strict=True):
-            sizes = inspect(path).sizes.total
-            yield Measured(variant, path.stat().st_size, sizes.bits, comparison)
+        fan = Fan([one.comparison for one in group])
+        run_stream([base, *(one.model for one in group)], tokens, fan, settings)
+        names = ", ".join(one.variant.name for one in group)
+        print(f"{names}, {tokens.tokens:,} tokens: {time.monotonic() - started:.0f} s", flush=True)
+        for one in group:
+            np.savez(kept[one.variant], **one.comparison.snapshot())
+    return list(measured.values())
 
 
 def share(found: Estimate) -> str:
@@ -204,17 +216,12 @@ def paired_table(pairs: Sequence[tuple[str, str, Measured, Measured]], first: st
     return lines
 
 
-def encoder_pairs(found: Sequence[Measured]) -> list[tuple[str, str, Measured, Measured]]:
+def encoder_pairs(found: Sequence[Measured], *, weighed: bool) -> list[tuple[str, str, Measured, Measured]]:
     by = {one.variant: one for one in found}
+    note = "matrix" if weighed else "none"
     return [
-        (
-            recipe,
-            "matrix" if weighed else "none",
-            by[Variant(recipe, "native", weighed)],
-            by[Variant(recipe, "ggml", weighed)],
-        )
+        (recipe, note, by[Variant(recipe, "native", weighed)], by[Variant(recipe, "ggml", weighed)])
         for recipe in PAIRED
-        for weighed in (False, True)
     ]
 
 
@@ -256,7 +263,8 @@ does not order the rows, KL divergence and routing do.
 
 ## Our encoder against ggml's
 
-The same recipe, encoded twice; differences are taken token by token, so that the text's own spread cancels.
+The same recipe, encoded twice; differences are taken token by token, so that the text's own spread cancels. Rows
+without importance are over {paired_tokens:,} tokens, those with over {tokens:,}.
 
 {encoders}
 
@@ -294,27 +302,32 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "quality.md")
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--paired-tokens", type=int, default=16384, help="for the comparison of the two encoders")
+    parser.add_argument("--context", type=int, default=256)
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     files = make_files(options.work, options.checkpoint, options.context)
     base = open_model(options.checkpoint)
     vocab = base.store.config.vocab_size
-    test, calibration = (
+    test, more, calibration = (
         read_tokens(options.work / f"{name}.txt", base.vocabulary, vocab, context=options.context, tokens=limit)
-        for name, limit in (("test", options.tokens), ("calibration", None))
+        for name, limit in (("test", options.tokens), ("test", options.paired_tokens), ("calibration", None))
     )
-    found = list(measure(base, files, test))
+    paired = {v: path for v, path in files.items() if v.recipe in PAIRED and not v.weighed}
+    longer = measure(base, paired, more, options.work)
+    found = measure(base, files, test, options.work)
     for one in found:
         routing, output = one.comparison.routing(), one.comparison.output_result()
         if one.variant.recipe == "MXFP4" and (
             routing is None or routing.exact.value < 1 or output is None or output.kl.value
         ):
             sys.exit("MXFP4 is not lossless")
-    encoders, importance = encoder_pairs(found), importance_pairs(found)
+    encoders = [*encoder_pairs(longer, weighed=False), *encoder_pairs(found, weighed=True)]
+    importance = importance_pairs(found)
     text = DOCUMENT.format(
         parameters=parameters(options.checkpoint),
         tokens=test.tokens,
+        paired_tokens=more.tokens,
         chunks=test.chunks,
         context=test.context,
         calibration=f"{calibration.tokens:,}",

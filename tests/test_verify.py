@@ -292,6 +292,18 @@ def test_without_the_importance_matrix_errors_are_bounded_and_damage_is_still_fo
     assert "expert 3" in (fault := only_fault(verify_model(path, source=source))[1]) and "of expert 9" in fault
 
 
+def test_rows_encoded_otherwise_are_told_from_damage(copied: Callable[..., Path], source: Path) -> None:
+    path = copied("Q4_K_M")
+    patch = Patch(path, "blk.1.attn_output.weight")
+    values = ggml.decode(patch.read(0, 1), patch.tensor.qtype, patch.tensor.shape[-1])
+    noise = np.random.default_rng(3).normal(size=values.shape).astype(np.float32)
+    patch.write(0, ggml.encode(values + np.float32(0.02) * values.std() * noise, patch.tensor.qtype))
+    name, faults = only_fault(verify_model(path, source=source, full=True))
+    assert (
+        name == "blk.1.attn_output.weight" and "1 of 256 rows differ" in faults and "an error usual for Q4_K" in faults
+    )
+
+
 def test_a_block_that_is_no_number_is_found(copied: Callable[..., Path], source: Path) -> None:
     path = copied("Q8_0")
     patch = Patch(path, EXPERTS)

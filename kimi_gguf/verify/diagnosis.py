@@ -8,7 +8,7 @@ import numpy as np
 
 from convert.domain import TensorSpec
 from convert.transforms import TRANSFORMS, expert_rows
-from kimi_gguf.verify.payload_rows import Pair
+from kimi_gguf.verify.payload_rows import Pair, is_float
 from quant import ggml
 from quant.encode import to_float
 from quant.errors import KimiGgufError
@@ -20,6 +20,7 @@ _GROUP = 32
 # Two unrelated matrices of one scale are 1.4 apart; the worst type is within 0.7 of its source.
 _SAME = 0.75
 _LEAST_SHIFT = 0.02
+_USUAL = 1.2
 
 
 def diagnose(pair: Pair, spec: TensorSpec, qtype: QuantType, row: int) -> str:
@@ -40,9 +41,13 @@ def diagnose(pair: Pair, spec: TensorSpec, qtype: QuantType, row: int) -> str:
     if cause is not None:
         return f"{where}: {cause}"
     error = _distance(found, values)
-    return (
-        f"{where}: the values are off by {error:.3g} of their size" if error else f"{where}: only the encoding differs"
-    )
+    if not error:
+        return f"{where}: only the encoding differs"
+    if not is_float(qtype) and qtype not in ggml.NEEDS_IMPORTANCE:
+        usual = _distance(ggml.decode(ggml.encode(values, qtype), qtype, spec.shape[-1]), values)
+        if error <= _USUAL * usual:
+            return f"{where}: encoded otherwise, with an error usual for {qtype.name}: another version of the encoder?"
+    return f"{where}: the values are off by {error:.3g} of their size"
 
 
 Suspect = tuple[str, Callable[[], bool]]
