@@ -111,20 +111,22 @@ def _share_value(share: Share, placement: Placement) -> dict[str, Any]:
 
 def _table(placement: Placement) -> str:
     last = placement.model.config.n_layers
+    unit, scale = ("GB", 1e9) if max(share.need for share in placement.shares) >= 1e9 else ("MB", 1e6)
     columns = ("node", "device", "layers", *(f">{c}" for c in ("weights", "MLA", "indexer", "KDA", "compute")))
     rows = []
     for share in placement.shares:
         layers = f"{share.begin}-{min(share.end, last) - 1}" if share.begin < last else ""
         layers += (" + output" if layers else "output") if share.end > last else ""
         sizes = (share.weights, share.mla, share.indexer, share.state, share.compute, share.transfer, share.need)
-        usable = f"{share.need / share.usable:.0%} of {_gigabytes(share.usable)}"
-        rows.append((share.pool.node.name, share.pool.label, layers, *map(_gigabytes, sizes), usable))
+        usable = f"{share.need / share.usable:.0%} of {share.usable / scale:,.2f}"
+        cells = (f"{size / scale:,.2f}" for size in sizes)
+        rows.append((share.pool.node.name, share.pool.label, layers, *cells, usable))
     text = table((*columns, ">transfer", ">need", ">of usable"), rows)
     pipelined = f"; {placement.copies} batches are under way at once" if placement.copies > 1 else ""
     return (
-        f"{text}\nIn GB of 1e9 bytes. {placement.margin:.0%} of each memory is left free{pipelined}. "
+        f"{text}\nIn {unit} of {scale:.0e} bytes. {placement.margin:.0%} of each memory is left free{pipelined}. "
         "Need is weights and the larger of transfer (while it loads) and the rest (while it serves)."
-    )
+    ).replace("e+0", "e")
 
 
 def _head(placement: Placement) -> str:
@@ -148,7 +150,7 @@ def _times(transfers: Sequence[Transfer]) -> list[str]:
     rows = [
         (
             t.node.name,
-            _gigabytes(t.nbytes),
+            human_bytes(t.nbytes),
             _speed(t),
             _duration(t.seconds),
             human_bytes(t.seeded),
@@ -156,7 +158,7 @@ def _times(transfers: Sequence[Transfer]) -> list[str]:
         )
         for t in transfers
     ]
-    text = table(("loading", ">GB sent", ">Gbit/s", ">at least", ">seeded", ">at least"), rows)
+    text = table(("loading", ">sent", ">Gbit/s", ">at least", ">seeded", ">at least"), rows)
     known = [t.seconds for t in transfers if t.seconds is not None]
     whole = f" All together at least {_duration(sum(known))}." if len(known) == len(transfers) > 1 else ""
     return [f"{text}\nWorkers are loaded one after the other, and again at every start unless seeded.{whole}"]
@@ -164,10 +166,6 @@ def _times(transfers: Sequence[Transfer]) -> list[str]:
 
 def _speed(transfer: Transfer) -> str:
     return "?" if transfer.speed is None else f"{transfer.speed * 8 / 1e9:g}"
-
-
-def _gigabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.2f}"
 
 
 def _duration(seconds: float | None) -> str:
