@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hub_server import HubServer
 
 from convert.config import parse_config
 from kimi_gguf import cluster_plan
@@ -227,6 +228,15 @@ def test_a_gguf_is_planned_from_its_header(verb: Any, tmp_path: Path, nodes: Pat
     model = make_gguf(tmp_path / "tiny.gguf", config, seed=1)
     value = json.loads(verb(model, "--nodes", nodes, "--context", 256, "--ubatch", 64, "--json")[1])
     assert value["model"] == "tiny.gguf" and value["devices"][-1]["output"] is True
+
+
+def test_a_gguf_on_the_hub_is_planned_from_its_header(hub: HubServer, verb: Any, tmp_path: Path, nodes: Path) -> None:
+    config = parse_config(json.dumps(checkpoint_config(TinyShape(vocab=512))).encode())
+    (tmp_path / "made").mkdir()
+    model = make_gguf(tmp_path / "made" / "tiny.gguf", config, seed=1)
+    hub.store.add_folder("org/Made", tmp_path / "made")
+    asked = ("--nodes", nodes, "--context", 256, "--ubatch", 64, "--json")
+    assert verb("hf://org/Made/tiny.gguf", *asked) == verb(model, *asked)
 
 
 @pytest.mark.parametrize(
