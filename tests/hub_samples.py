@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from hub_environment import client_environment
@@ -73,3 +75,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "never came to pass"
         time.sleep(0.005)
+
+
+def start_server(root: Path, port: int, faults: Sequence[dict[str, Any]] = ()) -> subprocess.Popen[str]:
+    """The test Hub in a process of its own, to be killed; it answers when this returns."""
+    program = str(Path(__file__).with_name("hub_server.py"))
+    command = [sys.executable, program, str(root), str(port), json.dumps(list(faults))]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None and server.stdout.readline()
+    return server

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hub_api import SIGNATURE
 from hub_environment import ENDPOINT, free_port
-from hub_samples import REPO, on_disk, ranges, start_client, wait_for
+from hub_samples import REPO, on_disk, ranges, start_client, start_server, wait_for
 from hub_server import TOKEN, HubServer
 from hub_store import HubStore
 
@@ -337,19 +337,16 @@ def test_kill_of_the_server_and_the_command_goes_on(
     HubStore(tmp_path / "hub").add_folder(REPO, checkpoint)
     port = free_port()
 
-    def serve(faults: str) -> None:
-        program = str(Path(__file__).with_name("hub_server.py"))
-        command = [sys.executable, program, str(tmp_path / "hub"), str(port), faults]
-        servers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        assert servers[-1].stdout is not None and servers[-1].stdout.readline()
+    def serve(*faults: dict[str, Any]) -> None:
+        servers.append(start_server(tmp_path / "hub", port, faults))
 
-    serve(json.dumps([{"match": "/cdn/.*00003-of", "kind": "slow", "rate": 200_000, "skip": 2}]))
+    serve({"match": "/cdn/.*00003-of", "kind": "slow", "rate": 200_000, "skip": 2})
     flags = ("convert", REPO, "--quant", "MXFP4", "--outdir", tmp_path / "out")
     client = start_client(*flags, endpoint=f"http://127.0.0.1:{port}", cwd=tmp_path)
     wait_for(lambda: any(p.stat().st_size for p in (tmp_path / "out").glob("*/*00003*.part")))
     servers[0].kill()
     servers[0].wait()
-    serve("[]")
+    serve()
     _, err = client.communicate(timeout=60)
     assert client.returncode == 0, err
     assert "next try in" in err

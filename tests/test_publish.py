@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hub_environment import ENDPOINT
-from hub_samples import start_client, wait_for
+from hub_environment import ENDPOINT, free_port
+from hub_samples import start_client, start_server, wait_for
 from hub_server import TOKEN, HubServer
-from hub_store import sha256_of
+from hub_store import HubStore, sha256_of
 from report_samples import make_report
 
 from kimi_gguf import convert, inspect, publish_model
@@ -281,6 +282,28 @@ def test_a_killed_upload_is_continued_and_nothing_is_sent_twice(hub: HubServer, 
     assert "all hashes confirmed" in out and TOKEN not in out + err
     assert not set(first) & set(sent(hub))
     assert all(files_of(hub)[f"MXFP4/{p.name}"] == sha256_of(p) for p in ggufs(made))
+
+
+def test_a_killed_server_is_waited_for(made: Path, tmp_path: Path) -> None:
+    port = free_port()
+    hang = {"match": "PUT /upload/", "kind": "hang", "seconds": 30, "skip": 1}
+    server = start_server(tmp_path / "hub", port, [hang])
+    endpoint = f"http://127.0.0.1:{port}"
+    client = start_client("publish", made, REPO, "--create", endpoint=endpoint, cwd=tmp_path, token=TOKEN)
+    objects = tmp_path / "hub" / "objects"
+    wait_for(lambda: any(objects.glob("*")))
+    time.sleep(0.2)
+    server.kill()
+    server.wait()
+    server = start_server(tmp_path / "hub", port)
+    try:
+        _, err = client.communicate(timeout=60)
+    finally:
+        server.kill()
+        server.wait()
+    assert client.returncode == 0, err
+    held = HubStore(tmp_path / "hub").resolve(REPO, "main")[1]
+    assert all(held[f"MXFP4/{p.name}"]["object"] == sha256_of(p) for p in ggufs(made))
 
 
 def test_of_two_uploads_one_waits_and_another_machines_commit_is_not_undone(
