@@ -157,6 +157,7 @@ def test_the_transfer_of_the_largest_tensor_needs_room_on_both_ends() -> None:
     placement = place(Q3, Load(8192), (IMPLICIT_HEAD, gpu))
     assert placement.shares[0].transfer == 0
     assert [(node, need) for node, need, _ in placement.rams()[1:]] == [(gpu, largest)]
+    assert placement.head.checkpoints == 8 * 464_633_856
     tight = Node("g", "g:1", devices=(1500 * GB,), memory=GB)
     assert not place(Q3, Load(8192), (IMPLICIT_HEAD, tight)).fits
 

@@ -23,8 +23,10 @@ from kimi_gguf.cluster.memory import (
     head_compute_bytes,
     layer_caches,
     output_bytes,
+    state_bytes,
 )
 from kimi_gguf.cluster.nodes import MAX_DEVICES, Node
+from kimi_gguf.cluster.serve_flags import checkpoints
 from quant.errors import InputError
 
 DEFAULT_MARGIN = 0.05
@@ -93,6 +95,7 @@ class HeadShare:
         experts: routed experts that ``-ot`` keeps there.
         compute: buffers of its processor.
         transfer: a tensor as it was read and the message that it becomes; 0 without workers.
+        checkpoints: KDA states that ``serve`` keeps, to continue a conversation from an earlier point.
         usable: memory less margin, None when not stated.
     """
 
@@ -101,11 +104,12 @@ class HeadShare:
     experts: int
     compute: int
     transfer: int
+    checkpoints: int
     usable: int | None
 
     @property
     def need(self) -> int:
-        return self.embedding + self.experts + max(self.transfer, self.compute)
+        return self.embedding + self.experts + max(self.transfer, self.compute + self.checkpoints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +278,7 @@ class _Problem:
             if any(share.pool.kind == "processor" for share in shares)
             else head_compute_bytes(self.model.config, self.load, copies=copies),
             transfer=2 * max(sent, default=0),
+            checkpoints=self._checkpoints(),
             usable=_usable(self.nodes[0].memory, self.margin),
         )
 
@@ -291,7 +296,12 @@ class _Problem:
             return 0
         workers = any(node is not self.nodes[0] for node in self.nodes)
         transfer = 2 * max(self.model.largest) if workers else 0
-        return self.model.embedding + max(output_bytes(self.model.config, self.load), transfer)
+        return self.model.embedding + max(output_bytes(self.model.config, self.load) + self._checkpoints(), transfer)
+
+    def _checkpoints(self) -> int:
+        config = self.model.config
+        states = config.layer_kinds.count("kda") * state_bytes(config)
+        return checkpoints(config) * states * self.load.parallel
 
 
 def _pools(nodes: Sequence[Node]) -> list[Pool]:

@@ -34,6 +34,7 @@ def placement_value(placement: Placement) -> dict[str, Any]:
             "experts": head.experts,
             "compute": head.compute,
             "transfer": head.transfer,
+            "checkpoints": head.checkpoints,
             "need": head.need,
             "usable": head.usable,
         },
@@ -131,7 +132,11 @@ def _table(placement: Placement) -> str:
 
 def _head(placement: Placement) -> str:
     head = placement.head
-    parts = [f"token embedding {human_bytes(head.embedding)}", f"buffers {human_bytes(head.compute)}"]
+    parts = [
+        f"token embedding {human_bytes(head.embedding)}",
+        f"buffers {human_bytes(head.compute)}",
+        f"context checkpoints of serve {human_bytes(head.checkpoints)}",
+    ]
     if head.transfer:
         parts.append(f"while loading, two copies of the largest tensor {human_bytes(head.transfer)}")
     if head.experts:
