@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from kimi_gguf.cli.serve import command
 from kimi_gguf.cluster.runtime import Runtime
 from kimi_gguf.cluster.serve import _Placeholder
 from kimi_gguf.cluster.serve_flags import ServeOptions, checkpoints, server_arguments
+from kimi_gguf.cluster.side_port import ask_side_port
 from kimi_gguf.cluster.small_http import fetch
 from quant.errors import KimiGgufError, UsageError
 
@@ -40,6 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+Where = Callable[[Path, list[str]], list[str]]
+
+
 @dataclass
 class Service:
     """A service over two workers."""
@@ -47,6 +51,7 @@ class Service:
     port: int
     head: Verb
     workers: list[Verb]
+    endpoints: list[str]
 
     def post(self, path: str, body: dict[str, Any], *, timeout: float = 60) -> Any:
         """Answer of the API; an exception of ``http.client`` or ``OSError`` when the service is lost meanwhile."""
@@ -80,8 +85,22 @@ class Service:
         return [pid for verb in verbs for pid in (verb.process.pid, *children(verb.process.pid))]
 
 
+def by_rpc(folder: Path, addresses: list[str]) -> list[str]:
+    """Flags that name the workers and leave the layers to llama.cpp."""
+    return ["--rpc", ",".join(addresses)]
+
+
+def by_nodes(folder: Path, addresses: list[str]) -> list[str]:
+    """Flags that name a file of nodes, with the head's memory and that of the workers."""
+    tables = ['[[node]]\nname = "head"\nhead = true\nmemory = "400M"\n']
+    tables += [f'[[node]]\naddress = "{address}"\nmemory = "400M"\n' for address in addresses]
+    path = folder / "nodes.toml"
+    path.write_text("\n".join(tables))
+    return ["--nodes", str(path)]
+
+
 @contextmanager
-def service(model: Path, folder: Path, workers: int, *flags: str) -> Iterator[Service]:
+def service(model: Path, folder: Path, workers: int, *flags: str, where: Where = by_rpc) -> Iterator[Service]:
     """``serve`` and its workers, ready."""
     port, *ports = free_ports(1 + workers)
     with ExitStack() as stack:
@@ -94,11 +113,11 @@ def service(model: Path, folder: Path, workers: int, *flags: str) -> Iterator[Se
         arguments = ["serve", str(model), "--port", str(port), "--context", "512", "--threads", "1"]
         arguments += ["--log", str(folder / "serve.log"), *flags]
         if ports:
-            arguments += ["--rpc", ",".join(f"127.0.0.1:{each}" for each in ports)]
+            arguments += where(folder, [f"127.0.0.1:{each}" for each in ports])
         head = stack.enter_context(running(arguments, folder / "serve.txt"))
         until("the service is ready", lambda: "ready after" in head.text or head.process.poll() is not None, 120)
         assert head.process.poll() is None, head.text
-        yield Service(port, head, verbs)
+        yield Service(port, head, verbs, [f"127.0.0.1:{each}" for each in ports])
 
 
 @pytest.mark.runtime
@@ -133,7 +152,9 @@ def test_a_worker_killed_while_it_computes_is_survived(
 
 @pytest.mark.runtime
 def test_an_idle_head_whose_worker_was_restarted_is_renewed(model: Path, runtime: Runtime, tmp_path: Path) -> None:
-    with service(model, tmp_path, 1) as running_service:
+    with service(model, tmp_path, 1, where=by_nodes) as running_service:
+        assert "specified multiple times" not in (tmp_path / "serve.log").read_text()
+        assert ask_side_port(running_service.endpoints[0]).client
         (victim,) = children(running_service.workers[0].process.pid)
         kill(victim)
         until("the head is renewed", lambda: running_service.head.text.count("ready after") == 2, 60)
@@ -186,15 +207,15 @@ def test_the_second_turn_continues_the_first_and_a_killed_head_comes_back(
 
 def test_flags_fit_the_model() -> None:
     k31 = released_config("k3.1-pro")
-    options = ServeOptions(
-        Path("m.gguf"), "m", 65536, 4, "127.0.0.1", 8080, ("a:1", "b:2"), ("-ts", "1,2"), extra=("-v",)
-    )
+    options = ServeOptions(Path("m.gguf"), "m", 65536, 4, "127.0.0.1", 8080, ("a:1", "b:2"), extra=("-v",))
     words = server_arguments(options, k31)
     assert words[:2] == ["--rpc", "a:1,b:2"]
-    assert words[-3:] == ["-ts", "1,2", "-v"]
+    assert words[-1] == "-v"
     pairs = dict(pairwise(words))
-    assert pairs["--ctx-size"] == "262144" and pairs["--parallel"] == "4"
+    assert pairs["-c"] == "262144" and pairs["--parallel"] == "4"
     assert pairs["--cache-reuse"] == "0" and pairs["--cache-ram"] == "0" and pairs["--load-mode"] == "mmap"
+    placed = server_arguments(replace(options, placement=("-ts", "1,2", "-c", "300000")), k31)
+    assert placed[-5:] == ["-ts", "1,2", "-c", "300000", "-v"] and placed.count("-c") == 1
     # 8 states of 464.6 MB.
     assert checkpoints(k31) == 8
 

@@ -24,7 +24,8 @@ class ServeOptions:
         parallel: conversations at once; each has a context of its own.
         host, port: where to listen.
         rpc: workers.
-        placement: flags that say which layers go where; empty leaves it to llama.cpp, by free memory.
+        placement: flags that say which layers go where, with context and parallel as planned; empty leaves the layers
+            to llama.cpp, which goes by free memory.
         threads: of the CPU backend.
         template: a file with the chat template, when the model has none.
         extra: further arguments, which win.
@@ -56,10 +57,11 @@ def server_arguments(options: ServeOptions, config: ModelConfig) -> list[str]:
     """
     command = [*_rpc(options), "--model", str(options.model), "--alias", options.alias]
     command += ["--host", options.host, "--port", str(options.port)]
-    command += ["--ctx-size", str(options.context * options.parallel), "--parallel", str(options.parallel)]
+    if not options.placement:
+        command += ["-c", str(options.context * options.parallel), "--parallel", str(options.parallel), "-ngl", "999"]
     command += ["--no-kv-unified", "--cache-prompt", "--cache-reuse", "0", "--cache-ram", "0", "--no-cache-idle-slots"]
     command += ["--ctx-checkpoints", str(checkpoints(config)), "--no-context-shift"]
-    command += ["--load-mode", "mmap", "--fit", "off", "--gpu-layers", "999"]
+    command += ["--load-mode", "mmap", "--fit", "off"]
     command += ["--jinja", "--reasoning-format", "auto"]
     command += ["--temp", "1.0", "--top-p", "0.95", "--top-k", "0", "--min-p", "0"]
     command += ["--offline", "--no-ui", "--slots", "--log-colors", "off"]
