@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from runtime_support import rpc_workers
 
-from kimi_gguf.cluster.nodes import IMPLICIT_HEAD, Node, parse_link, parse_memory, read_nodes
+from kimi_gguf.cluster.nodes import IMPLICIT_HEAD, Node, ask_memory, parse_link, parse_memory, read_nodes
+from kimi_gguf.cluster.runtime import Runtime
 from quant.errors import InputError, UsageError
 
 TWO = """
@@ -70,7 +72,7 @@ FAULTS = {
     "an unknown key at the top": (NODE + "[extra]\nx = 1", "the key 'extra' is unknown"),
     "an unknown key of a node": (NODE + "ram = 1", "the key 'ram' is unknown"),
     "no address": ('[[node]]\nname = "x"\nmemory = "1G"', "has no address"),
-    "no memory": ('[[node]]\naddress = "a:1"', "no memory for layers"),
+    "a worker without layers": (NODE + "layers = false", "nothing to do"),
     "no port": ('[[node]]\naddress = "a"\nmemory = "1G"', "is not a worker's address"),
     "a head with an address": (NODE + "head = true", "no worker"),
     "two heads": ('[[node]]\nhead = true\nmemory="1G"\n[[node]]\nname="b"\nhead = true\nmemory="1G"', "both the head"),
@@ -92,6 +94,32 @@ def test_faults_name_the_file_and_the_key(name: str, tmp_path: Path) -> None:
     with pytest.raises(InputError) as fault:
         read(tmp_path, text)
     assert "nodes.toml" in fault.value.message and words in fault.value.message
+
+
+@pytest.mark.parametrize(("devices", "pools"), [((7,), (7,)), ((5, 6), (5, 6))])
+def test_a_worker_is_asked_for_the_memory_that_the_file_does_not_state(
+    devices: tuple[int, ...], pools: tuple[int, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "nodes.toml"
+    path.write_text('[[node]]\naddress = "a:1"\n[[node]]\naddress = "b:1"\nmemory = 9')
+    asked: list[str] = []
+
+    def ask(address: str) -> tuple[int, ...]:
+        asked.append(address)
+        return devices
+
+    _, first, second = read_nodes(path, ask=ask)
+    assert (asked, first.pools, second.pools) == (["a:1"], pools, (9,))
+    assert bool(first.devices) == (len(devices) > 1)
+
+
+@pytest.mark.runtime
+def test_a_running_worker_answers(runtime: Runtime, tmp_path: Path) -> None:
+    path = tmp_path / "nodes.toml"
+    with rpc_workers(runtime, 1, tmp_path / "log") as workers:
+        path.write_text(f'[[node]]\naddress = "{workers[0][0]}"')
+        (memory,) = read_nodes(path, ask=lambda address: ask_memory(address, runtime))[1].pools
+    assert 10**8 < memory < 10**14
 
 
 def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None:

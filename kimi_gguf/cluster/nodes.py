@@ -16,20 +16,26 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from convert.flags import parse_size
-from kimi_gguf.cluster.rpc import parse_endpoint
+from kimi_gguf.cluster.rpc import ask_worker, parse_endpoint
 from quant.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from kimi_gguf.cluster.runtime import Runtime
 
 MAX_DEVICES = 16
 """llama.cpp takes no more devices, RPC workers included."""
 
 _KEYS = ("name", "address", "memory", "devices", "link", "head", "layers", "backend")
 _BACKENDS = ("CUDA", "ROCm", "Vulkan", "MTL")
+Ask = Callable[[str], tuple[int, ...]]
+
+_STEADY = 0.98
 _MAX_FILE = 1 << 20
 _MAX_NODES = 64
 _LARGEST = 1 << 60
@@ -74,8 +80,24 @@ IMPLICIT_HEAD = Node("head", head=True, layers=False)
 """Where no node is called the head: the machine that runs the command, of which nothing is known."""
 
 
-def read_nodes(path: str | os.PathLike[str]) -> tuple[Node, ...]:
+def ask_memory(address: str, runtime: Runtime | None = None) -> tuple[int, ...]:
+    """Bytes of each device of the worker at ``address``: what is free there now, less a little that comes and goes.
+
+    Raises:
+        UsageError: there is no runtime, whose protocol would be spoken.
+        RuntimeFault: nobody answers.
+    """
+    # Plans of files that state all memory need no runtime.
+    from kimi_gguf.cluster.runtime import find
+
+    return tuple(int(free * _STEADY) for free, _ in ask_worker(address, (runtime or find()).facts.rpc_protocol).memory)
+
+
+def read_nodes(path: str | os.PathLike[str], *, ask: Ask = ask_memory) -> tuple[Node, ...]:
     """The nodes of a file, the head first; one without memory is added where no node is the head.
+
+    Args:
+        ask: memory of the devices of a worker whose memory the file does not state.
 
     Raises:
         InputError: not readable, no TOML, an unknown key, or a value that makes no sense; names node and key.
@@ -92,10 +114,10 @@ def read_nodes(path: str | os.PathLike[str]) -> tuple[Node, ...]:
         tree = tomllib.loads(data.decode("utf-8-sig"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"{file} is not TOML: {error}", _EXAMPLE) from None
-    return parse_nodes(tree, str(file))
+    return parse_nodes(tree, str(file), ask=ask)
 
 
-def parse_nodes(tree: Mapping[str, Any], file: str) -> tuple[Node, ...]:
+def parse_nodes(tree: Mapping[str, Any], file: str, *, ask: Ask = ask_memory) -> tuple[Node, ...]:
     """As ``read_nodes``, from the parsed content of ``file``."""
     _known(tree, ("node",), file)
     entries = tree.get("node")
@@ -106,6 +128,7 @@ def parse_nodes(tree: Mapping[str, Any], file: str) -> tuple[Node, ...]:
     nodes = [_node(entry, number, file) for number, entry in enumerate(entries, 1)]
     _distinct([node.name for node in nodes], "name", file)
     _distinct([node.address for node in nodes if node.address], "address", file)
+    nodes = [_asked(node, ask) for node in nodes]
     heads = [node for node in nodes if node.head]
     if len(heads) > 1:
         raise InputError(f"{file}: {' and '.join(node.name for node in heads)} are both the head", "one machine serves")
@@ -179,9 +202,17 @@ def _node(entry: Mapping[str, Any], number: int, file: str) -> Node:
         raise InputError(
             f"{where}: the head holds its layers itself, and no worker", "drop its address, or head = true"
         )
-    if not head and not node.pools:
-        raise InputError(f"{where} has no memory for layers", 'write memory = "96G", or devices = ["24G", "24G"]')
+    if not head and not node.layers:
+        raise InputError(f"{where}: a worker without layers has nothing to do", "leave it out")
     return node
+
+
+def _asked(node: Node, ask: Ask) -> Node:
+    """The node with its memory: one device of a worker counts as RAM, of which loading needs more."""
+    if node.address is None or node.pools:
+        return node
+    found = ask(node.address)
+    return replace(node, memory=found[0]) if len(found) == 1 else replace(node, devices=found)
 
 
 def _memory(value: Any) -> int:
