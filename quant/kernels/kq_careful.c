@@ -82,7 +82,16 @@ static float spread_of(int type, const float *x) {
     return (type == KQ_TYPE_Q2_K ? 1.0f : 2.0f) * energy / KQ_SUPER;
 }
 
-static void classic_affine(int type, format f, const float *x, const float *importance, kq_indices *out) {
+/* Squares of very large values overflow; what follows from them differs between processors. */
+static int all_finite(const float *v, int n) {
+    for (int i = 0; i < n; ++i) {
+        if (!isfinite(v[i])) return 0;
+    }
+    return 1;
+}
+
+/* ggml's choice; 0 where it fails. */
+static int classic_affine(int type, format f, const float *x, const float *importance, kq_indices *out) {
     float scales[16], minima[16], sums[16], d, dmin, spread = spread_of(type, x);
     int size = KQ_SUPER / f.subs, four = type == KQ_TYPE_Q4_K;
     for (int j = 0; j < f.subs; ++j) {
@@ -95,6 +104,7 @@ static void classic_affine(int type, format f, const float *x, const float *impo
         else if (four) scales[j] = kq_classic_scale_min(size, f.top, xs, w, -1.0f, 0.1f, 20, 0, &minima[j]);
         else scales[j] = kq_classic_scale_min(size, f.top, xs, w, -0.5f, 0.1f, 15, 1, &minima[j]);
     }
+    if (!all_finite(scales, f.subs) || !all_finite(minima, f.subs) || !all_finite(sums, f.subs)) return 0;
     if (importance) {
         uint8_t index[16];
         d = kq_classic_positive(f.subs, f.index_top, scales, sums, index);
@@ -115,9 +125,10 @@ static void classic_affine(int type, format f, const float *x, const float *impo
     }
     out->d = kq_half_from_double(d);
     out->dmin = kq_half_from_double(dmin);
+    return isfinite(d) && isfinite(dmin);
 }
 
-static void classic_signed(int type, const float *x, const float *importance, kq_indices *out) {
+static int classic_signed(int type, const float *x, const float *importance, kq_indices *out) {
     float scales[16], sums[16], d = 0, spread = spread_of(type, x);
     for (int j = 0; j < 16; ++j) {
         const float *xs = x + 16 * j;
@@ -128,9 +139,11 @@ static void classic_signed(int type, const float *x, const float *importance, kq
             for (int i = 0; i < 16; ++i) sums[j] += w[i];
             scales[j] = kq_classic_scale(16, 4, xs, w, NULL);
         } else {
+            sums[j] = 1;
             scales[j] = kq_classic_scale_stepwise(16, 4, xs);
         }
     }
+    if (!all_finite(scales, 16) || !all_finite(sums, 16)) return 0;
     if (importance) {
         d = kq_classic_scale(16, 32, scales, sums, out->scales);
     } else {
@@ -143,6 +156,7 @@ static void classic_signed(int type, const float *x, const float *importance, kq
     out->d = kq_half_from_double(d);
     out->dmin = 0;
     memset(out->minima, 0, sizeof out->minima);
+    return isfinite(d);
 }
 
 int kq_careful(const kq_row *row, int64_t block, int type, kq_indices *best) {
@@ -151,9 +165,9 @@ int kq_careful(const kq_row *row, int64_t block, int type, kq_indices *best) {
     kq_indices theirs = {0};
     super s;
     read_super(row, block, f, &s);
-    if (f.signed_scales) classic_signed(type, s.x, importance, &theirs);
-    else classic_affine(type, f, s.x, importance, &theirs);
-    if (!(decoded_error(&s, f, &theirs) < decoded_error(&s, f, best))) return 0;
+    int valid = f.signed_scales ? classic_signed(type, s.x, importance, &theirs)
+                                : classic_affine(type, f, s.x, importance, &theirs);
+    if (!valid || !(decoded_error(&s, f, &theirs) < decoded_error(&s, f, best))) return 0;
     *best = theirs;
     return 1;
 }

@@ -94,7 +94,8 @@ KQ_INLINE void split_shares(const float *weights, float scale, uint8_t *sixteens
 }
 
 /* Prices of KQ_LANES lattices: sums over the codes of cost times share, with importance of sixteenths. */
-KQ_INLINE vi price_of(const uint8_t (*cost)[16][4], const uint8_t *shares, const uint8_t *fine, int lane, int weighted) {
+KQ_INLINE vi price_of(const uint8_t (*cost)[16][4], const uint8_t *shares, const uint8_t *fine, int lane,
+                     int weighted) {
     uint32_t coarse[4], rest[4];
     vcost sum = {0}, small = {0};
     memcpy(coarse, shares, 16);
