@@ -49,10 +49,10 @@ def checkpoint_tensors(store: TrainStore) -> Iterator[tuple[str, str, Array]]:
     """Name, dtype and values of every tensor of the checkpoint; experts packed."""
     for name, dtype in store.dtypes.items():
         yield name, dtype, store.values[key(name)].detach().numpy()
-    for layer in range(CONFIG.dense_layers, CONFIG.n_layers):
+    for layer in range(store.config.dense_layers, store.config.n_layers):
         for part in ("w1", "w2", "w3"):
             stack = store.values[f"experts|{layer}|{part}"].detach()
-            for expert in range(CONFIG.moe.experts):
+            for expert in range(store.config.moe.experts):
                 rows = mxfp4.quantize(stack[expert].numpy(), "ceil")
                 if not np.array_equal(mxfp4.decode(rows), mxfp4_round(stack[expert]).numpy()):
                     raise SystemExit(f"layer {layer} expert {expert} {part}: packing differs from training")

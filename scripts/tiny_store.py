@@ -130,11 +130,11 @@ def shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], str]]:
         yield f"{ffn}shared_experts.down_proj.weight", (d, shared), "BF16"
 
 
-def initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def initial(name: str, shape: tuple[int, ...], config: ModelConfig, generator: torch.Generator) -> Tensor:
     """Start values: fan-in scaled normals, decays spread over about 1 to 2500 tokens, unit norms, even mixing."""
     if name.endswith("A_log"):
         value = torch.zeros(shape)
-        heads = CONFIG.kda.heads
+        heads = config.kda.heads
         value[:heads] = torch.rand(heads, generator=generator) * 0.6 - 0.3
         return value
     if name.endswith("dt_bias"):
@@ -152,9 +152,9 @@ def initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
     if "embed_tokens" in name:
         return torch.randn(shape, generator=generator) * 0.5
     scale = 0.5 if "lm_head" in name else 1.0
-    if name.endswith(("o_proj.weight", "down_proj.weight", "up_proj.weight")) and shape[0] == CONFIG.hidden:
+    if name.endswith(("o_proj.weight", "down_proj.weight", "up_proj.weight")) and shape[0] == config.hidden:
         scale = 0.5
-    if "b_proj" in name and "indexer" not in name and shape[0] == CONFIG.kda.heads:
+    if "b_proj" in name and "indexer" not in name and shape[0] == config.kda.heads:
         scale = 0.3
     return torch.randn(shape, generator=generator) * scale * shape[-1] ** -0.5
 
@@ -171,7 +171,7 @@ class TrainStore(nn.Module, CheckpointNamedStore):
         for name, shape, dtype in shapes(config):
             self.dtypes[name] = dtype
             trainable = not name.endswith("e_score_correction_bias")
-            self.values[key(name)] = nn.Parameter(initial(name, shape, generator), requires_grad=trainable)
+            self.values[key(name)] = nn.Parameter(initial(name, shape, config, generator), requires_grad=trainable)
         sizes = config.moe
         for i in range(config.dense_layers, config.n_layers):
             for part, out, inner in (

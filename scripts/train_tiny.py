@@ -81,7 +81,7 @@ def forward(store: TrainStore, ids: Tensor, *, sparse: bool, with_index: bool) -
 
     def observe(index: int, _stream: Any, trace: Trace) -> None:
         if trace.routing is not None:
-            loads[index] = torch.bincount(trace.routing.ids.flatten(), minlength=CONFIG.moe.experts)
+            loads[index] = torch.bincount(trace.routing.ids.flatten(), minlength=store.config.moe.experts)
         if with_index and trace.index_scores is not None:
             losses.append(index_loss(trace))
 
