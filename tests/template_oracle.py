@@ -1,4 +1,4 @@
-"""Another renderer of Kimi K3's chat format, for tests: the encoder inside the wheel of nemo-automodel.
+"""Renderers of Kimi K3's chat format, for tests: the encoder inside the wheel of nemo-automodel, and Python's Jinja.
 
 One file of the wheel is loaded by itself; nothing of the package is installed. The wheel is kept in the cache folder.
 """
@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kimi_gguf.cache import cache_folder
 
@@ -19,6 +24,21 @@ PACKAGE = "nemo-automodel==0.7.0"
 WHEEL = "nemo_automodel-0.7.0-py3-none-any.whl"
 SHA256 = "37b8397a73c17e4a8bffd0cd3becc0507abecc1ebfea3b3eb6468eed57ba6674"
 MEMBER = "nemo_automodel/components/models/kimi_k3/encoding.py"
+
+
+def compile_template(source: str) -> jinja2.Template:
+    """Compiled as Hugging Face's library does; llama.cpp's engine has the same settings."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = refuse
+    return environment.from_string(source)
 
 
 def load_encoder() -> ModuleType:

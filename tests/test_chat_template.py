@@ -12,8 +12,7 @@ import jinja2
 import pytest
 import tiktoken
 from chat_samples import HELLO, LITERAL, SAMPLES, Message, Sample, assistant, call, tool, user
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from template_oracle import load_encoder
+from template_oracle import compile_template, load_encoder
 
 from convert.model_card import own_chat_template
 from kimi_gguf.reference.tokenizer import dump_ranks, encoding, train_ranks
@@ -24,18 +23,7 @@ _MARKER = re.compile("|".join(map(re.escape, MARKERS)))
 
 @pytest.fixture(scope="module")
 def template() -> jinja2.Template:
-    """Compiled as Hugging Face's library does; llama.cpp's engine has the same settings."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = refuse
-    return environment.from_string(own_chat_template())
+    return compile_template(own_chat_template())
 
 
 @pytest.fixture(scope="session")
@@ -111,6 +99,12 @@ def test_effort_is_max_and_thinking_is_on_unless_told_otherwise(template: jinja2
     plain = render(template, HELLO)
     assert plain == render(template, HELLO, thinking=True, thinking_effort="max")
     assert plain.endswith("<|open|>think<|sep|>")
+
+
+def test_the_name_that_llama_cpp_has_for_thinking_is_understood(template: jinja2.Template) -> None:
+    assert render(template, HELLO, enable_thinking=False) == render(template, HELLO, thinking=False)
+    assert render(template, HELLO, enable_thinking=True) == render(template, HELLO)
+    assert render(template, HELLO, enable_thinking=True, thinking=False) == render(template, HELLO, thinking=False)
 
 
 REFUSED: dict[str, tuple[list[Message], dict[str, Any], str]] = {
