@@ -159,7 +159,7 @@ def test_a_port_in_use_is_named(runtime: Runtime) -> None:
 
 
 def test_the_side_port_reads_little_and_answers_get_alone() -> None:
-    with SmallServer("127.0.0.1", 0, lambda method, path: json_answer({"path": path})) as server:
+    with SmallServer("127.0.0.1", 0, lambda path: json_answer({"path": path})) as server:
         assert fetch("127.0.0.1", server.port, "/a?b", timeout=5) == (200, b'{"path": "/a"}\n')
         for request in (b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n", b"\x00" * 20000, b"GET / HTTP/1.1\r\n" * 2000):
             with (
@@ -177,7 +177,7 @@ def test_a_client_gives_up_on_what_never_answers_or_never_ends() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TimeoutError):
         fetch("127.0.0.1", silent.getsockname()[1], "/", timeout=0.3)
     with (
-        SmallServer("127.0.0.1", 0, lambda method, path: json_answer("x" * LINK_BYTES)) as endless,
+        SmallServer("127.0.0.1", 0, lambda path: json_answer("x" * LINK_BYTES)) as endless,
         pytest.raises(ValueError, match="too long"),
     ):
         fetch("127.0.0.1", endless.port, "/", timeout=5)

@@ -1,8 +1,8 @@
 """``kimi-gguf serve``: the patched llama-server for one model, here or over RPC workers, kept running.
 
 A head that loses a worker cannot go on: its weights and states there are gone, and llama.cpp ends the process. The
-supervisor says which worker it was, waits until all answer again, and starts the head anew. Every step has a limit, and
-while no head listens the port answers 503, so that clients get an error instead of silence.
+supervisor says which worker it was, waits until all answer again, and starts the head anew. Every step has a limit. The
+head listens on a local port of its own; clients talk to ``Front``, which answers for it while it is lost or loads.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from convert.model_card import own_chat_template
 from convert.structure import check_structure
 from kimi_gguf.cache import cache_folder
 from kimi_gguf.cluster.errors import RuntimeFault
+from kimi_gguf.cluster.front import Front
 from kimi_gguf.cluster.llama_engine import check_model
 from kimi_gguf.cluster.placement_flags import flags
 from kimi_gguf.cluster.placement_plan import cluster_plan
@@ -31,7 +32,7 @@ from kimi_gguf.cluster.rpc import ask_worker, lost_worker
 from kimi_gguf.cluster.runtime import Runtime, find
 from kimi_gguf.cluster.serve_flags import ServeOptions, server_arguments
 from kimi_gguf.cluster.side_port import ask_side_port
-from kimi_gguf.cluster.small_http import Answer, SmallServer, fetch, json_answer
+from kimi_gguf.cluster.small_http import fetch
 from kimi_gguf.cluster.supervise import Backoff, Program, stop_on_signals
 from quant.errors import InputError, UsageError
 from quant.gguf_split import GgufSet, read_gguf_set
@@ -41,6 +42,7 @@ DEFAULT_PORT = 8080
 GIVE_UP_SECONDS = 600.0
 WORKER_SECONDS = 600.0
 
+_LOCAL = "127.0.0.1"
 _LOOPBACK = ("127.0.0.1", "localhost")
 _POLL_SECONDS = 0.2
 _WATCH_SECONDS = 5.0
@@ -132,17 +134,21 @@ def serve(
             alias=alias or files.paths[0].stem,
             context=tokens,
             parallel=parallel,
-            host=host,
-            port=port,
+            host=_LOCAL,
+            port=free_port(),
             rpc=tuple(rpc),
             placement=tuple(placement),
             threads=threads,
             template=_template(files, Path(folder)),
             extra=tuple(extra),
         )
-        supervisor = _Supervisor(options, files, runtime, path, limit, worker_timeout, give_up, note, status, stop)
-        starts = supervisor.run()
-    return ServeResult(supervisor.address, starts, time.monotonic() - started)
+        address = f"http://{host}:{port}/v1"
+        with Front(host, port) as front:
+            supervisor = _Supervisor(
+                options, files, runtime, path, limit, worker_timeout, give_up, note, status, stop, front, address
+            )
+            starts = supervisor.run()
+    return ServeResult(address, starts, time.monotonic() - started)
 
 
 class _Supervisor:
@@ -158,6 +164,8 @@ class _Supervisor:
         note: Callable[[str], None],
         status: Callable[[str], None],
         stop: Event,
+        front: Front,
+        address: str,
     ) -> None:
         structure = check_structure(files)
         if structure is None or structure.config is None:
@@ -171,9 +179,8 @@ class _Supervisor:
         self._log = log
         self._load_timeout, self._give_up = load_timeout, give_up
         self._note, self._status, self._stop = note, status, stop
-        self._local = "127.0.0.1" if options.host in ("0.0.0.0", "") else options.host
+        self._front, self._address = front, address
         self._instances: dict[str, int] = {}
-        self.address = f"http://{options.host}:{options.port}/v1"
 
     def run(self) -> int:
         """Start the head as often as needed; how often that was."""
@@ -199,11 +206,11 @@ class _Supervisor:
             failed = 0 if ready else failed + 1
             if (not ever and not lost_worker(said)) or failed >= _FAILED_STARTS:
                 raise RuntimeFault(f"{reason}{said}", f"its output is in {self._log}")
+            self._front.shut(f"the service is restarting: {reason}")
             wait = backoff.after(time.monotonic() - program.started if ready else 0)
             self._note(f"{reason}; starting again in {wait:g} s")
-            with self._placeholder(reason):
-                self._stop.wait(wait)
-                self._await_workers()
+            self._stop.wait(wait)
+            self._await_workers()
         return starts
 
     def _load(self, program: Program) -> str | None:
@@ -219,8 +226,9 @@ class _Supervisor:
             if now - last >= min(_WATCH_SECONDS, 0.5 + (now - program.started) / 10):
                 last = now
                 with suppress(OSError, ValueError):
-                    code, _ = fetch(self._local, self._options.port, "/health", timeout=_HEALTH_SECONDS)
+                    code, _ = fetch(_LOCAL, self._options.port, "/health", timeout=_HEALTH_SECONDS)
                     if code == HTTPStatus.OK:
+                        self._front.open(self._options.port)
                         return None
                 self._status(f"loading, {now - program.started:.0f} s")
         return None
@@ -250,12 +258,12 @@ class _Supervisor:
     def _busy(self) -> int | None:
         """Slots that work on a request; None when the server does not answer."""
         try:
-            code, body = fetch(self._local, self._options.port, "/health", timeout=_HEALTH_SECONDS)
+            code, body = fetch(_LOCAL, self._options.port, "/health", timeout=_HEALTH_SECONDS)
             if code != HTTPStatus.OK:
                 return None
             # A decoding server may be slow with this one, which is no sign of trouble.
             with suppress(OSError, ValueError, AttributeError):
-                _, body = fetch(self._local, self._options.port, "/slots", timeout=1.0, limit=1 << 22)
+                _, body = fetch(_LOCAL, self._options.port, "/slots", timeout=1.0, limit=1 << 22)
                 return sum(bool(slot.get("is_processing")) for slot in json.loads(body))
             return 0
         except (OSError, ValueError):
@@ -293,38 +301,14 @@ class _Supervisor:
                     self._status(f"waiting for worker {endpoint}")
                     self._stop.wait(1.0)
 
-    def _placeholder(self, reason: str) -> _Placeholder:
-        return _Placeholder(self._options.host, self._options.port, reason)
-
     def _ready(self, starts: int, seconds: float) -> str:
         workers = f" over {len(self._options.rpc)} workers" if self._options.rpc else ""
         again = f" (start {starts})" if starts > 1 else ""
-        return f"ready after {seconds:.1f} s{workers}{again}: {self.address}; log {self._log}"
+        return f"ready after {seconds:.1f} s{workers}{again}: {self._address}; log {self._log}"
 
     def _ending(self, program: Program) -> str:
         lost = lost_worker(program.said())
         return f"worker {lost} was lost" if lost else f"the server {program.ending}"
-
-
-class _Placeholder:
-    """Answers 503 while no head listens; a context manager. Silent when the port cannot be had."""
-
-    def __init__(self, host: str, port: int, reason: str) -> None:
-        self._host, self._port, self._reason = host, port, reason
-        self._server: SmallServer | None = None
-
-    def __enter__(self) -> None:
-        with suppress(OSError):
-            self._server = SmallServer(self._host, self._port, self._answer, read_only=False)
-
-    def __exit__(self, *error: object) -> None:
-        if self._server is not None:
-            self._server.close()
-
-    def _answer(self, method: str, path: str) -> Answer:
-        message = f"the service is restarting: {self._reason}"
-        error = {"error": {"code": 503, "message": message, "type": "unavailable_error"}}
-        return json_answer(error, HTTPStatus.SERVICE_UNAVAILABLE, (("Retry-After", "5"),))
 
 
 def _context(files: GgufSet, context: int | None) -> int:
@@ -359,6 +343,12 @@ def _template(files: GgufSet, folder: Path) -> Path | None:
     path = folder / "chat_template.jinja"
     path.write_text(own_chat_template(), encoding="utf-8")
     return path
+
+
+def free_port() -> int:
+    """A local port that nobody listens on just now."""
+    with socket.create_server((_LOCAL, 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def _check_free(host: str, port: int) -> None:

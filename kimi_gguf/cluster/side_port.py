@@ -84,7 +84,7 @@ class SidePort:
         """Stop listening."""
         self._server.close()
 
-    def _answer(self, method: str, path: str) -> Answer:
+    def _answer(self, path: str) -> Answer:
         if path == "/":
             with self._lock:
                 state = self._state

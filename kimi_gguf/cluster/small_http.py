@@ -47,16 +47,14 @@ class SmallServer:
 
     Args:
         host, port: where to listen; port 0 takes a free one.
-        answer: the response to a method and path, without query.
-        read_only: refuse every method but GET.
+        answer: the response to a GET of a path, without query.
 
     Raises:
         OSError: the address cannot be listened on.
     """
 
-    def __init__(self, host: str, port: int, answer: Callable[[str, str], Answer], *, read_only: bool = True) -> None:
+    def __init__(self, host: str, port: int, answer: Callable[[str], Answer]) -> None:
         self._answer = answer
-        self._read_only = read_only
         self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self._closed = threading.Event()
         self._socket = socket.create_server((host, port))
@@ -101,11 +99,11 @@ class SmallServer:
         try:
             with connection, suppress(OSError, ValueError):
                 method, path = _read_request(connection)
-                if self._read_only and method != "GET":
+                if method != "GET":
                     answer = json_answer({"error": "GET only"}, HTTPStatus.METHOD_NOT_ALLOWED)
                 else:
-                    answer = self._answer(method, path)
-                _write_answer(connection, answer)
+                    answer = self._answer(path)
+                write_answer(connection, answer)
         finally:
             self._free.release()
 
@@ -177,7 +175,12 @@ def _read_request(connection: socket.socket) -> tuple[str, str]:
     return words[0], words[1].partition("?")[0]
 
 
-def _write_answer(connection: socket.socket, answer: Answer) -> None:
+def write_answer(connection: socket.socket, answer: Answer) -> None:
+    """Send an answer, and hear the rest of the request out within limits, so that it is not thrown away.
+
+    Raises:
+        OSError: the peer has gone, or does not listen.
+    """
     deadline = time.monotonic() + _WRITE_SECONDS
     lines = [
         f"HTTP/1.1 {answer.status.value} {answer.status.phrase}",
