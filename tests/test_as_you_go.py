@@ -112,12 +112,13 @@ def test_killed_ten_times_and_moved_to_another_machine_the_hashes_are_the_same(
     hub.store.add_folder(SOURCE, checkpoint)
     flags = ("convert", SOURCE, "--quant", "MXFP4", "--split-max-size", SPLIT, "--threads", 1)
     flags = (*flags, "--publish", REPO, "--as-you-go", "--create")
+    # Shards first: what a machine has made of them is not fetched again.
     moments = [
-        r"PUT /upload/",
-        r"POST .*/commit/",
-        r"POST .*/objects/batch",
-        r"GET /cdn/.*safetensors",
-        r"POST .*/preupload/",
+        "GET /cdn/.*safetensors",
+        "PUT /upload/",
+        "POST .*/commit/",
+        "POST .*/objects/batch",
+        "POST .*/preupload/",
     ]
     kills = 0
     for number in range(10):
@@ -126,13 +127,13 @@ def test_killed_ten_times_and_moved_to_another_machine_the_hashes_are_the_same(
         folder.mkdir(exist_ok=True)
         hub.faults.clear()
         kind = moments[number % 5]
-        hang = hub.fault(kind, "hang", seconds=0.4, skip=16 if "cdn" in kind else number % 3)
+        hang = hub.fault(kind, "hang", seconds=30, skip=16 if "cdn" in kind else number % 2)
         client = start_client(*flags, "--outdir", folder / "out", endpoint=ENDPOINT, cwd=folder, token=TOKEN)
         wait_for(lambda c=client, f=hang: f.times == 0 or c.poll() is not None)
         kills += client.poll() is None
         client.send_signal(signal.SIGKILL)
         client.communicate()
-    assert kills >= 6
+    assert kills == 10
     hub.faults.clear()
     client = start_client(*flags, "--outdir", folder / "out", endpoint=ENDPOINT, cwd=folder, token=TOKEN)
     out, err = client.communicate(timeout=60)
