@@ -34,7 +34,7 @@ def full(checkpoint: Path) -> Path:
 def converted(checkpoint: Path, quant: str) -> Path:
     """The checkpoint as one GGUF of a recipe."""
     path = checkpoint.with_name(f"{quant}.gguf")
-    convert(str(checkpoint), quant=quant, outfile=str(path))
+    convert(str(checkpoint), quant=quant, outfile=str(path), encoder="ggml")
     return path
 
 
