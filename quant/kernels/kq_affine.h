@@ -77,10 +77,11 @@ KQ_INLINE void refit_lanes(const kq_codes *b, int j, vf inverse, vf m, int l, kq
 
 /* With importance a second refit rounds the codes to the lattice of the first. */
 KQ_INLINE void fit_sub_block(const kq_codes *b, int j, const kq_affine_class *start, int weighted, kq_lane_fits *out) {
+    kq_shares shares = shares_of(b, j, weighted);
     KQ_EACH(l) {
         vi best = vi_all(INT32_MAX);
         for (int i = 0; i < KQ_MINIMA; ++i) {
-            best = vi_min(best, price_of(start->cost[i], b->shares[j], b->fine[j], l, weighted) << 3 | i);
+            best = vi_min(best, price_of(start->cost[i], &shares, l, weighted) << 3 | i);
         }
         vf m = vf_max(vf_load(start->first + l) + vf_from_int(best & 7) * vf_load(start->step + l), (vf){0});
         refit_lanes(b, j, vf_load(start->inverse + l), m, l, out);
@@ -142,7 +143,8 @@ KQ_INLINE void fit_all(const kq_codes *b, int weighted, kq_fits *out) {
     }
     for (int j = 0; j < 16; ++j) {
         if (j < SUBS && b->used >> j & 1) {
-            rank_fits(b, j, found[j], groups[j], out);
+            if (MOST_GROUPS == 1 || groups[j] == 1) rank_fits(b, j, found[j], 1, out);
+            else rank_fits(b, j, found[j], 2, out);
             continue;
         }
         for (int e = j; e < ENTRIES; e += 16) {

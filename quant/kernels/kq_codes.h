@@ -93,16 +93,28 @@ KQ_INLINE void split_shares(const float *weights, float scale, uint8_t *sixteens
     }
 }
 
-/* Prices of KQ_LANES lattices: sums over the codes of cost times share, with importance of sixteenths. */
-KQ_INLINE vi price_of(const uint8_t (*cost)[16][4], const uint8_t *shares, const uint8_t *fine, int lane,
-                     int weighted) {
-    uint32_t coarse[4], rest[4];
+/* The shares of a sub-block, ready for prices. */
+typedef struct { vcounts sixteens[4], ones[4]; } kq_shares;
+
+KQ_INLINE kq_shares shares_of(const kq_codes *b, int j, int weighted) {
+    kq_shares out = {0};
+    for (int g = 0; g < 4; ++g) {
+        uint32_t four;
+        memcpy(&four, b->shares[j] + 4 * g, 4);
+        out.sixteens[g] = kq_counts(four);
+        if (!weighted) continue;
+        memcpy(&four, b->fine[j] + 4 * g, 4);
+        out.ones[g] = kq_counts(four);
+    }
+    return out;
+}
+
+/* Prices of KQ_LANES lattices: sums over the codes of cost times share. */
+KQ_INLINE vi price_of(const uint8_t (*cost)[16][4], const kq_shares *shares, int lane, int weighted) {
     vcost sum = {0}, small = {0};
-    memcpy(coarse, shares, 16);
-    for (int g = 0; g < 4; ++g) sum = kq_cost_add(sum, cost[g][lane], coarse[g]);
+    for (int g = 0; g < 4; ++g) sum = kq_cost_add(sum, cost[g][lane], shares->sixteens[g]);
     if (!weighted) return kq_cost_end(sum);
-    memcpy(rest, fine, 16);
-    for (int g = 0; g < 4; ++g) small = kq_cost_add(small, cost[g][lane], rest[g]);
+    for (int g = 0; g < 4; ++g) small = kq_cost_add(small, cost[g][lane], shares->ones[g]);
     return (kq_cost_end(sum) << 4) + kq_cost_end(small);
 }
 

@@ -140,29 +140,33 @@ KQ_INLINE vi kq_keys(vf v, vi lanes, int bits) {
 static const int32_t kq_lane_numbers[32] KQ_ALIGNED = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
                                                        16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
 
-/* Sums over codes of table byte times count, for KQ_LANES candidates: `table` holds four bytes for each of them,
- * `counts` the four counts, below 128. kq_cost_end gives the sums as integers; they must stay below 2^15. */
+/* Sums over codes of table byte times count, for KQ_LANES candidates: `table` holds four bytes for each of them, a
+ * vcounts the four counts, below 128. kq_cost_end gives the sums as integers; they must stay below 2^15. */
 #if KQ_LANES == 16
-typedef vi vcost;
-KQ_INLINE vcost kq_cost_add(vcost sum, const uint8_t *table, uint32_t counts) {
-    return (vi)_mm512_dpbusd_epi32((__m512i)sum, _mm512_load_si512(table), _mm512_set1_epi32((int)counts));
+typedef vi vcost, vcounts;
+KQ_INLINE vcounts kq_counts(uint32_t four) { return vi_all((int32_t)four); }
+KQ_INLINE vcost kq_cost_add(vcost sum, const uint8_t *table, vcounts counts) {
+    return (vi)_mm512_dpbusd_epi32((__m512i)sum, _mm512_load_si512(table), (__m512i)counts);
 }
 KQ_INLINE vi kq_cost_end(vcost sum) { return sum; }
 #elif KQ_LANES == 8
-typedef vi vcost;
-KQ_INLINE vcost kq_cost_add(vcost sum, const uint8_t *table, uint32_t counts) {
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_load_si256((const __m256i *)table), _mm256_set1_epi32((int)counts));
+typedef vi vcost, vcounts;
+KQ_INLINE vcounts kq_counts(uint32_t four) { return vi_all((int32_t)four); }
+KQ_INLINE vcost kq_cost_add(vcost sum, const uint8_t *table, vcounts counts) {
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_load_si256((const __m256i *)table), (__m256i)counts);
     return (vi)_mm256_add_epi16((__m256i)sum, pairs);
 }
 KQ_INLINE vi kq_cost_end(vcost sum) { return (vi)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
 #else
 typedef uint16_t vcost __attribute__((vector_size(4 * KQ_LANES)));
-KQ_INLINE vcost kq_cost_add(vcost sum, const uint8_t *table, uint32_t counts) {
+typedef struct { vcost even, odd; } vcounts;
+KQ_INLINE vcounts kq_counts(uint32_t four) {
+    return (vcounts){(vcost)vi_all((int32_t)(four & 0x00ff00ffu)), (vcost)vi_all((int32_t)(four >> 8 & 0x00ff00ffu))};
+}
+KQ_INLINE vcost kq_cost_add(vcost sum, const uint8_t *table, vcounts counts) {
     vcost row;
     memcpy(&row, table, sizeof row);
-    vcost even = (vcost)vi_all((int32_t)(counts & 0x00ff00ffu));
-    vcost odd = (vcost)vi_all((int32_t)(counts >> 8 & 0x00ff00ffu));
-    return sum + (row & 255) * even + (row >> 8) * odd;
+    return sum + (row & 255) * counts.even + (row >> 8) * counts.odd;
 }
 KQ_INLINE vi kq_cost_end(vcost sum) { return ((vi)sum & 0xffff) + ((vi)sum >> 16 & 0xffff); }
 #endif

@@ -35,9 +35,10 @@ KQ_INLINE vf index_of(vf v) {
 KQ_INLINE void fit_sub_block(const kq_codes *b, int j, const kq_signed_class *start, int weighted, kq_fits *out) {
     float scales[16] KQ_ALIGNED, squares[16] KQ_ALIGNED, errors[16] KQ_ALIGNED;
     int32_t keys[16] KQ_ALIGNED;
+    kq_shares shares = shares_of(b, j, weighted);
     KQ_EACH(l) {
-        vf first = vf_from_int(price_of(start->cost[0], b->shares[j], b->fine[j], l, weighted));
-        vf second = vf_from_int(price_of(start->cost[1], b->shares[j], b->fine[j], l, weighted));
+        vf first = vf_from_int(price_of(start->cost[0], &shares, l, weighted));
+        vf second = vf_from_int(price_of(start->cost[1], &shares, l, weighted));
         vm later = vf_less(second, first);
         vf inverse = vf_pick(later, vf_load(start->inverse[1] + l), vf_load(start->inverse[0] + l));
         vf qq = {0}, xq = {0};
