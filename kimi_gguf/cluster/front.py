@@ -18,6 +18,9 @@ from typing import Self
 
 from kimi_gguf.cluster.small_http import json_answer, write_answer
 
+LOCAL = "127.0.0.1"
+"""Where heads listen."""
+
 _MAX_HEADER = 1 << 16
 _MAX_BODY = 1 << 30
 _HEADER_SECONDS = 30.0
@@ -116,7 +119,7 @@ class Front:
         if fields.get("expect", "").lower() == "100-continue":
             client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
-            head = socket.create_connection(("127.0.0.1", port), _CONNECT_SECONDS)
+            head = socket.create_connection((LOCAL, port), _CONNECT_SECONDS)
         except OSError:
             self._unavailable(client)
             return
