@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from convert.delivery import Delivery
 from convert.domain import ConvertResult, Plan, Source
-from quant.errors import InputError, UsageError
+from quant.errors import UsageError
 
 if TYPE_CHECKING:
     from kimi_gguf.publish.as_you_go import AsYouGo
@@ -102,6 +102,7 @@ def opened_outlet(
         return
     # The Hub's client takes a while to load, and most commands do without it.
     from kimi_gguf.hub.budget import DiskBudget
+    from kimi_gguf.hub.faults import NoRepository, NoRevision
     from kimi_gguf.hub.source import HubSource
     from kimi_gguf.publish.as_you_go import AsYouGo
     from kimi_gguf.publish.lock import upload_lock
@@ -116,8 +117,8 @@ def opened_outlet(
         # Before days of work, not after.
         try:
             target.look()
-        except InputError as fault:
-            raise type(fault)(fault.message, "give --create to make it") from None
+        except (NoRepository, NoRevision) as fault:
+            raise type(fault)(fault.message, f"give --create to make it; else {fault.hint}") from None
     imatrix = flags.get("imatrix")
     if not as_you_go:
 

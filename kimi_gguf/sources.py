@@ -62,7 +62,7 @@ def resolve_source(
 
     from kimi_gguf.hub.address import is_address, parse_address
     from kimi_gguf.hub.cache import open_cached_source
-    from kimi_gguf.hub.faults import NoRepository
+    from kimi_gguf.hub.faults import NoRepository, Unreachable
     from kimi_gguf.hub.source import open_hub_source
 
     address = parse_address(os.fspath(src))
@@ -71,7 +71,10 @@ def resolve_source(
     if address.path:
         raise UsageError(f"{address} names a file or folder in a repository, not a checkpoint", HOW_TO_NAME)
     if is_offline_mode():
-        return open_cached_source(address)
+        try:
+            return open_cached_source(address)
+        except InputError as fault:
+            raise type(fault)(f"there is no local folder {os.fspath(src)}; {fault.message}", fault.hint) from None
     try:
         return open_hub_source(
             address,
@@ -81,7 +84,13 @@ def resolve_source(
             note=note,
             fetched=fetched,
         )
-    except NoRepository as fault:
-        if is_address(os.fspath(src)):
+    except (NoRepository, Unreachable) as fault:
+        text = os.fspath(src)
+        if is_address(text):
             raise
-        raise InputError(f"there is no folder {os.fspath(src)}, and on the Hub: {fault.message}", fault.hint) from None
+        if isinstance(fault, Unreachable):
+            found = f"there is no local folder {text}, and the Hub cannot be reached to look for a repository: "
+            hint = "check the path; or, for a repository, the connection and HF_ENDPOINT"
+            raise InputError(found + fault.message, hint) from None
+        found = f"neither a local folder nor a repository on the Hub is named {text}: {fault.message}"
+        raise InputError(found, f"check the path, or {fault.hint}") from None

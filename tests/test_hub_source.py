@@ -450,6 +450,22 @@ def test_offline_mode_names_the_way_out(hub: HubServer, tmp_path: Path, monkeypa
     assert hub.requests == []
 
 
+def test_a_mistyped_path_fails_soon_when_the_hub_cannot_be_reached(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "FIRST_WAIT", 0.002)
+    # Nobody listens at this port, as the server is not running.
+    notes: list[str] = []
+    with pytest.raises(InputError, match=r"no local folder ck/none, and the Hub cannot be reached .*onnect") as caught:
+        resolve_source("ck/none", note=notes.append)
+    assert len(notes) == 2 and "check the path" in (caught.value.hint or "")
+    with pytest.raises(InputError, match="failed 3 times in a row"):
+        resolve_source("hf://ck/none")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match=r"no local folder ck/none; .* offline mode is on"):
+        resolve_source("ck/none")
+
+
 def test_a_path_that_exists_wins_over_a_repository(
     hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -458,7 +474,8 @@ def test_a_path_that_exists_wins_over_a_repository(
     monkeypatch.chdir(tmp_path)
     assert resolve_source(REPO).origin == str(tmp_path / REPO)
     with pytest.raises(
-        InputError, match="there is no folder org/Other, and on the Hub: org/Other: the Hub answers 404"
+        InputError,
+        match=r"neither a local folder nor a repository on the Hub is named org/Other: .* answers 404",
     ):
         resolve_source("org/Other")
     with pytest.raises(UsageError, match="there is no folder plain-name"):

@@ -393,3 +393,75 @@ def test_a_model_without_a_manifest_is_described_from_its_header(hub: HubServer,
     shutil.copy(source, tmp_path / "model.gguf")
     with pytest.raises(InputError, match="does not end in -Q4_K_M"):
         publish_model(tmp_path / "model.gguf", REPO)
+
+
+def test_as_you_go_each_file_has_its_commit_and_goes_when_the_hub_has_confirmed_it(
+    hub: HubServer, made: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(made, tmp_path / "m")
+    names = {f"MXFP4/{p.name}": sha256_of(p) for p in ggufs(folder)}
+    write_report(folder / "any.json", folder)
+    (folder / "README.md").write_text("mine")
+    assert run(["publish", str(folder), REPO, "--create", "--as-you-go", "--dry-run"]) == 0
+    assert len(ggufs(folder)) == len(names)
+    left: list[int] = []
+    real = hub.store.commit
+
+    def commit(*rest: Any) -> str:
+        left.append(len(ggufs(folder)))
+        return real(*rest)
+
+    monkeypatch.setattr(hub.store, "commit", commit)
+    assert run(["publish", str(folder), REPO, "--create", "--as-you-go"]) == 0
+    assert "published and removed" in capsys.readouterr().err
+    assert {p: h for p, h in files_of(hub).items() if p in names} == names
+    assert f"MXFP4/{STEM}.eval.json" in files_of(hub)
+    # A file is still here while its commit is made, and gone when the next one is; then manifest and card.
+    assert left[: len(names)] == list(range(len(names), 0, -1))
+    assert sorted(p.name for p in folder.iterdir()) == [f"{STEM}.gguf.manifest.json", "README.md", "any.json"]
+    before = commits(hub)
+    publish_model(folder, REPO, as_you_go=True)
+    assert commits(hub) == before
+    hub.store.commit(REPO, "main", "lost", {}, (next(iter(names)),))
+    with pytest.raises(InputError, match=r"is missing, and .* on the Hub too"):
+        publish_model(folder, REPO, as_you_go=True)
+
+
+def test_as_you_go_is_continued_and_keeps_what_is_not_confirmed(
+    hub: HubServer, made: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(made, tmp_path / "m")
+    hashes = [sha256_of(p) for p in ggufs(folder)]
+    first, second, *_ = ggufs(folder)
+    right = hub.store.entry
+    wrong = hub.store.put(b"other bytes")
+
+    def entry(path: str, name: str, *, large: bool | None = None) -> dict[str, Any]:
+        found = right(path, name, large=large)
+        return found | {"object": wrong} if path.endswith(second.name) else found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hub.store, "entry", entry)
+        with pytest.raises(InputError, match=f"the Hub holds {wrong}"):
+            publish_model(folder, REPO, create=True, as_you_go=True)
+    assert not first.exists() and second.exists()
+    with pytest.raises(InputError, match="files of the set are missing"):
+        publish_model(folder, REPO)
+    # What the Hub has by the manifest's word does not excuse other bytes here.
+    shutil.copy(made / first.name, first)
+    with first.open("r+b") as file:
+        file.seek(-100, 2)
+        file.write(b"damaged")
+    with pytest.raises(InputError, match="damaged"):
+        publish_model(folder, REPO, as_you_go=True)
+    assert first.exists() and second.exists()
+    first.unlink()
+    hub.requests.clear()
+    publish_model(folder / first.name, REPO, as_you_go=True)
+    assert not ggufs(folder) and hashes[0] not in sent(hub)
+    assert [files_of(hub)[f"MXFP4/{p.name}"] for p in ggufs(made)] == hashes
+    (source,) = ggufs(other)
+    alone = Path(shutil.copy(source, tmp_path / source.name))
+    with pytest.raises(UsageError, match="no manifest beside it"):
+        publish_model(alone, REPO, as_you_go=True)
+    assert alone.exists()

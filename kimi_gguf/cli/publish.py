@@ -19,6 +19,12 @@ from kimi_gguf.sizes import human_bytes
 @click.option("--create", is_flag=True, help="Make the repository, or the branch, if it is missing.")
 @click.option("--revision", metavar="BRANCH", help="The branch; main without it.")
 @click.option(
+    "--as-you-go",
+    is_flag=True,
+    help="Commit each GGUF file by itself, and REMOVE it here once the Hub has confirmed its hash. Manifest, reports, "
+    "importance matrix and README.md stay.",
+)
+@click.option(
     "--require", metavar="REPORT.json", help="Refuse unless this eval report is of these very files and holds its bars."
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be uploaded, and the model card, and stop.")

@@ -31,13 +31,24 @@ class NoRevision(InputError):
     """The repository has no such branch, tag or commit."""
 
 
-class Transient(Exception):
-    """A failure that another try may not meet; ``wait``: seconds that the Hub asked for."""
+class Unreachable(InputError):
+    """No connection to the Hub came about: refused, no such host, no route."""
 
-    def __init__(self, reason: str, wait: float | None = None) -> None:
+
+class Transient(Exception):
+    """A failure that another try may not meet.
+
+    Attributes:
+        reason: in one line.
+        wait: seconds that the Hub asked for.
+        unreachable: no connection came about.
+    """
+
+    def __init__(self, reason: str, wait: float | None = None, *, unreachable: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.wait = wait
+        self.unreachable = unreachable
 
 
 def scrub(text: str) -> str:
@@ -52,7 +63,8 @@ def scrub(text: str) -> str:
 def transport_fault(error: httpx2.TransportError) -> Transient:
     """A broken connection as something to try again."""
     kind = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
-    return Transient(f"{kind}: {scrub(str(error))}" if str(error) else kind)
+    unreachable = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout)
+    return Transient(f"{kind}: {scrub(str(error))}" if str(error) else kind, unreachable=unreachable)
 
 
 def offline_fault(what: str) -> InputError:

@@ -32,7 +32,7 @@ def open_hub_gguf(text: str) -> tuple[Repository, GgufSet]:
     address = parse_address(text)
     if address is None:
         raise UsageError(f"{text} is not an address on the Hub", "write hf://owner/name/file.gguf")
-    repository = open_repository(address)
+    repository = open_repository(address, first_contact=True)
     files = read_gguf_set(
         Path(_choose(repository, address)),
         lambda path: _parse(repository, path.as_posix()),

@@ -21,6 +21,7 @@ from kimi_gguf.hub.transport import TRIES, Transport, check_status, silent
 from quant.errors import InputError
 
 WHOLE_TRIES = 3
+CONTACT_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +113,24 @@ def wrong_bytes(repo: str, file: HubFile, found: str) -> InputError:
     )
 
 
-def open_repository(address: HubAddress, *, stop: Event | None = None, note: Note = silent) -> Repository:
+def open_repository(
+    address: HubAddress, *, stop: Event | None = None, note: Note = silent, first_contact: bool = False
+) -> Repository:
     """Look a repository up, and pin its revision to the commit that it means now.
 
+    Args:
+        address: repository and revision.
+        stop: set to call the work off.
+        note: told of waits.
+        first_contact: nothing has been asked of the Hub yet, so a connection that does not come about is given up soon.
+
     Raises:
-        InputError: there is none, it may not be read, the revision is unknown, or the Hub cannot be reached.
+        InputError: there is none, it may not be read, the revision is unknown, or the Hub cannot be reached; as
+            ``Unreachable`` when no connection came about.
     """
     stop = stop or Event()
     patience = Patience(address.repo, TRIES, stop, note)
+    contact = Patience(address.repo, CONTACT_TRIES if first_contact else TRIES, stop, note)
     api = HfApi(library_name="kimi-gguf", library_version=VERSION)
     while True:
         try:
@@ -137,7 +148,8 @@ def open_repository(address: HubAddress, *, stop: Event | None = None, note: Not
         except httpx2.UnsupportedProtocol:
             raise InputError(f"{constants.ENDPOINT} is not an address to reach the Hub at", "see HF_ENDPOINT") from None
         except httpx2.TransportError as error:
-            patience.failed(transport_fault(error))
+            found = transport_fault(error)
+            (contact if found.unreachable else patience).failed(found)
     if info.sha is None:
         raise InputError(f"{address.repo}: the Hub names no commit for {address.revision or 'it'}")
     files = {}

@@ -10,7 +10,7 @@ from threading import Event
 
 from huggingface_hub.utils import parse_ratelimit_headers
 
-from kimi_gguf.hub.faults import Transient
+from kimi_gguf.hub.faults import Transient, Unreachable
 from quant.errors import InputError
 
 FIRST_WAIT = 1.0
@@ -49,12 +49,14 @@ class Patience:
         """Wait before the next try.
 
         Raises:
-            InputError: it has failed too often, or the Hub asks for too long a wait.
+            InputError: it has failed too often, as ``Unreachable`` when no connection came about at last; or the Hub
+                asks for too long a wait.
             Stopped: called off while waiting.
         """
         self._failures += 1
         if self._failures >= self._tries:
-            raise InputError(
+            kind = Unreachable if fault.unreachable else InputError
+            raise kind(
                 f"{self._subject}: failed {self._failures} times in a row, at last: {fault.reason}",
                 "check the connection; the same command continues where it stopped",
             ) from None

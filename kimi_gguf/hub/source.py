@@ -218,7 +218,7 @@ def open_hub_source(
         UsageError: ``max_disk`` is not a size.
     """
     limit = None if max_disk is None else parse_size(max_disk)
-    repository = open_repository(address, stop=Event(), note=note)
+    repository = open_repository(address, stop=Event(), note=note, first_contact=True)
     listing = choose_shards(
         address.repo,
         [path for path in repository.files if "/" not in path],

@@ -14,7 +14,6 @@ the Hub confirms by hash, and makes the rest. So a run may be killed at any mome
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,7 +21,6 @@ from threading import Event, Thread
 from typing import Any
 
 from convert.delivery import ManifestOf
-from convert.disk import disk_faults
 from convert.domain import Plan
 from convert.journal import FileRecord
 from convert.manifest import recorded_files
@@ -33,6 +31,7 @@ from kimi_gguf.hub.retry import Stopped
 from kimi_gguf.publish.catalog import readme, stale_paths, with_published
 from kimi_gguf.publish.facts import facts_of, read_manifest, without_paths
 from kimi_gguf.publish.local import IMATRIX, manifest_path
+from kimi_gguf.publish.removal import send_away
 from kimi_gguf.publish.room import RoomySource, frame_bytes, output_steps
 from kimi_gguf.publish.target import Operation, Target, Upload, small
 from quant.errors import InputError, OutputError, UsageError
@@ -233,19 +232,16 @@ class AsYouGo:
 
     def _publish(self, index: int, path: Path, record: FileRecord) -> None:
         name = f"{self._folder}/{path.name}"
-        add = self._target.upload(Upload(name, path, self._plan.files[index].nbytes, record.sha256))
+        nbytes = self._plan.files[index].nbytes
 
-        def make(now: Repository) -> list[Operation]:
+        def progress(now: Repository) -> list[Operation]:
             # Another machine may be at the same work: what it has published is kept in the manifest.
             known = {} if self._overwrite else self._published(now)
-            return [add, self._progress(known | self._records | {index: record})]
+            return [self._progress(known | self._records | {index: record})]
 
-        self._target.commit(make, f"{name.rpartition('/')[2]} by kimi-gguf")
+        send_away(self._target, Upload(name, path, nbytes, record.sha256), f"{path.name} by kimi-gguf", progress)
         self._records[index] = record
-        with disk_faults(path):
-            os.unlink(path)  # noqa: PTH108
-        self._source.budget.give(self._plan.files[index].nbytes)
-        self._target.note(f"published and removed: {path.name}")
+        self._source.budget.give(nbytes)
 
     def _progress(self, records: Mapping[int, FileRecord]) -> Upload:
         """The manifest of what is done."""

@@ -39,14 +39,17 @@ class LocalModel:
     facts: QuantFacts
     stem: str
 
-    def uploads(self) -> list[Upload]:
-        """The model's files and its manifest, where they go."""
-        folder = self.facts.quant
-        files = [
-            Upload(f"{folder}/{path.name}", path, file.nbytes, file.sha256)
+    def files(self) -> list[Upload]:
+        """The model's files, where they go."""
+        return [
+            Upload(f"{self.facts.quant}/{path.name}", path, file.nbytes, file.sha256)
             for path, file in zip(self.paths, self.facts.files, strict=True)
         ]
-        return [*files, small(manifest_path(folder, self.stem), without_paths(self.facts.document))]
+
+    def uploads(self) -> list[Upload]:
+        """The model's files and its manifest, where they go."""
+        manifest = manifest_path(self.facts.quant, self.stem)
+        return [*self.files(), small(manifest, without_paths(self.facts.document))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +75,12 @@ def manifest_path(folder: str, stem: str) -> str:
     return f"{folder}/{stem}.gguf{MANIFEST}"
 
 
-def gather(paths: Sequence[str | os.PathLike[str]]) -> Bundle:
+def gather(paths: Sequence[str | os.PathLike[str]], *, as_you_go: bool = False) -> Bundle:
     """Look at files and folders.
+
+    Args:
+        as_you_go: files that a manifest names may be missing: an earlier run has published and removed them. A model
+            without a manifest is refused, as nothing would tell what it lacks once a file of it is gone.
 
     Raises:
         UsageError: there is no such file, nothing to publish, or a quant twice.
@@ -81,7 +88,7 @@ def gather(paths: Sequence[str | os.PathLike[str]]) -> Bundle:
         OutputError: a conversion that is not finished.
     """
     named = [Path(path) for path in paths]
-    missing = [path for path in named if not path.exists()]
+    missing = [path for path in named if not (path.exists() or (as_you_go and _manifest_beside(path).is_file()))]
     if missing:
         raise UsageError(f"there is no file or folder {missing[0]}", "name the folder that convert wrote to")
     found = sorted({file for path in named for file in _files(path)})
@@ -90,7 +97,7 @@ def gather(paths: Sequence[str | os.PathLike[str]]) -> Bundle:
         raise OutputError(
             f"{unfinished[0]} belongs to a conversion that is not finished", "finish it by its own command first"
         )
-    manifests, reports, imatrices, ignored = [], [], [], []
+    manifests, reports, imatrices, ignored = {}, [], [], []
     ggufs: dict[Path, None] = {}
     for path in found:
         if path.suffix == ".gguf":
@@ -100,7 +107,7 @@ def gather(paths: Sequence[str | os.PathLike[str]]) -> Bundle:
                 ggufs[path] = None
         elif path.suffix == ".json" and (document := _json(path)) is not None:
             if is_manifest(document):
-                manifests.append(document)
+                manifests[path] = document
             elif is_report(document):
                 reports.append((path, document))
             else:
@@ -115,11 +122,15 @@ def gather(paths: Sequence[str | os.PathLike[str]]) -> Bundle:
     if len(imatrices) > 1:
         raise UsageError(f"{len(imatrices)} importance matrices: {', '.join(map(str, imatrices))}", "publish one")
     models, warnings = [], []
+    if as_you_go:
+        models = [model for path, document in manifests.items() if (model := _partly_gone(path, document))]
+        for path in (path for model in models for path in model.paths):
+            ggufs.pop(path, None)
     while ggufs:
         files = read_gguf_set(next(iter(ggufs)))
         for path in files.paths:
             ggufs.pop(path, None)
-        model, more = _model(files, manifests)
+        model, more = _model(files, list(manifests.values()), as_you_go)
         models.append(model)
         warnings += more
     if not (models or reports or imatrices):
@@ -133,15 +144,20 @@ def gather(paths: Sequence[str | os.PathLike[str]]) -> Bundle:
 def _files(path: Path) -> Iterator[Path]:
     """A file with the manifest beside it, or all visible files of a folder."""
     if not path.is_dir():
-        yield path
-        split = parse_split_name(path.name)
-        manifest = path.with_name((f"{split[0]}.gguf" if split else path.name) + MANIFEST)
+        if path.exists():
+            yield path
+        manifest = _manifest_beside(path)
         if path.suffix == ".gguf" and manifest.is_file():
             yield manifest
         return
     for found in path.rglob("*"):
         if found.is_file() and not any(part.startswith(".") for part in found.relative_to(path).parts):
             yield found
+
+
+def _manifest_beside(path: Path) -> Path:
+    split = parse_split_name(path.name)
+    return path.with_name((f"{split[0]}.gguf" if split else path.name) + MANIFEST)
 
 
 def _json(path: Path) -> Any:
@@ -153,7 +169,20 @@ def _json(path: Path) -> Any:
         return None
 
 
-def _model(files: GgufSet, manifests: Iterable[Mapping[str, Any]]) -> tuple[LocalModel, list[str]]:
+def _partly_gone(manifest: Path, document: Mapping[str, Any]) -> LocalModel | None:
+    """The model of a manifest, when not all of its files are beside it; None when they are."""
+    facts = facts_of(document)
+    named = [file.name for file in facts.files if Path(file.name).name == file.name]
+    paths = tuple(manifest.with_name(name) for name in named)
+    if len(paths) < len(facts.files) or not paths:
+        raise InputError(f"{manifest} is damaged: it names no files of a folder", "convert the model again")
+    if all(path.is_file() for path in paths):
+        return None
+    sizes = [parse_gguf(path).file_size if path.is_file() else None for path in paths]
+    return LocalModel(paths, facts, _checked_stem(paths, facts, sizes))
+
+
+def _model(files: GgufSet, manifests: Sequence[Mapping[str, Any]], as_you_go: bool) -> tuple[LocalModel, list[str]]:
     names = [path.name for path in files.paths]
     warnings = []
     for path, header in zip(files.paths, files.headers, strict=True):
@@ -163,22 +192,32 @@ def _model(files: GgufSet, manifests: Iterable[Mapping[str, Any]]) -> tuple[Loca
             warnings.append(f"{path.name} has {human_bytes(header.file_size)}; the Hub advises at most 200 GB a file")
     document = next((m for m in manifests if [f.get("name") for f in m["files"]] == names), None)
     if document is None:
+        if as_you_go:
+            raise UsageError(
+                f"{names[0]}: no manifest beside it, so nothing would tell which files are gone",
+                "publish it without --as-you-go",
+            )
         warnings.append(f"{names[0]}: no manifest, so nothing shows what it was made from; its hashes are taken now")
         document = _described(files)
     facts = facts_of(document)
-    for path, header, file in zip(files.paths, files.headers, facts.files, strict=True):
-        if header.file_size != file.nbytes:
-            raise InputError(
-                f"{path} has {header.file_size:,} bytes, its manifest says {file.nbytes:,}", "convert it again"
-            )
-    split = parse_split_name(names[0])
-    stem = split[0] if split and len(names) > 1 else names[0].removesuffix(".gguf")
+    stem = _checked_stem(files.paths, facts, [header.file_size for header in files.headers])
+    return LocalModel(files.paths, facts, stem), warnings
+
+
+def _checked_stem(paths: Sequence[Path], facts: QuantFacts, sizes: Iterable[int | None]) -> str:
+    """Name of a set whose files fit its manifest, None being the size of one that is not here."""
+    for path, size, file in zip(paths, sizes, facts.files, strict=True):
+        if size not in (None, file.nbytes):
+            raise InputError(f"{path} has {size:,} bytes, its manifest says {file.nbytes:,}", "convert it again")
+    name = paths[0].name
+    split = parse_split_name(name)
+    stem = split[0] if split and len(paths) > 1 else name.removesuffix(".gguf")
     if not stem.upper().endswith(f"-{facts.quant}"):
         raise InputError(
-            f"{names[0]}: its name does not end in -{facts.quant}, so llama.cpp's -hf REPO:{facts.quant} would miss it",
+            f"{name}: its name does not end in -{facts.quant}, so llama.cpp's -hf REPO:{facts.quant} would miss it",
             "rename it, or convert with --outdir, which names files by convention",
         )
-    return LocalModel(files.paths, facts, stem), warnings
+    return stem
 
 
 def _described(files: GgufSet) -> dict[str, Any]:

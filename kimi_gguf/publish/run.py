@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from kimi_gguf.hub.address import HubAddress, parse_address
+from kimi_gguf.hub.faults import NoRepository, NoRevision
 from kimi_gguf.hub.repository import Repository
 from kimi_gguf.publish.catalog import readme, stale_paths, with_published
 from kimi_gguf.publish.facts import QuantFacts, evaluated, facts_of
 from kimi_gguf.publish.gate import check_required, read_required
 from kimi_gguf.publish.local import EVAL, IMATRIX, Bundle, gather
 from kimi_gguf.publish.lock import upload_lock
+from kimi_gguf.publish.removal import send_all_away
 from kimi_gguf.publish.target import MOST_FILES_PER_COMMIT, Target, Upload, is_there, small
 from quant.errors import InputError, UsageError
 
@@ -79,6 +81,7 @@ def publish_model(
     private: bool = False,
     create: bool = False,
     revision: str | None = None,
+    as_you_go: bool = False,
     require: PathLike | None = None,
     dry_run: bool = False,
     note: Callable[[str], None] = lambda text: None,
@@ -94,6 +97,8 @@ def publish_model(
         private: a repository that is created is private.
         create: make the repository, and the branch, where they are missing.
         revision: branch; ``main`` by default.
+        as_you_go: each GGUF file is committed by itself, and removed here once the Hub lists its hash. Nothing else is
+            ever removed. Files that an earlier such call has removed need not be here.
         require: eval report that must be about these very files and hold its bars.
         dry_run: find out everything and write nothing.
         note: told of waits, and of files that are done.
@@ -106,7 +111,7 @@ def publish_model(
     """
     address = repository_address(repo, revision)
     required = None if require is None else read_required(require)
-    bundle = gather([paths] if isinstance(paths, str | os.PathLike) else paths)
+    bundle = gather([paths] if isinstance(paths, str | os.PathLike) else paths, as_you_go=as_you_go)
     if required is not None:
         if not bundle.models:
             raise UsageError("--require is about models, and there is none", "name the folder with the GGUF files")
@@ -125,7 +130,12 @@ def publish_model(
         uploads, quants = _uploads(bundle, there)
         for card in readme(target.repo, quants, there):
             target.check_card(card)
-        target.send(uploads, _message(bundle), sent=lambda u: note(f"published: {u.path}"))
+        rest = uploads
+        if as_you_go:
+            files = [upload for model in bundle.models for upload in model.files()]
+            send_all_away(target, files, _message(bundle))
+            rest = [upload for upload in uploads if upload not in files]
+        target.send(rest, _message(bundle), sent=lambda u: note(f"published: {u.path}"))
 
         def card_of(now: Repository) -> list[Upload]:
             return readme(target.repo, with_published(_ours(bundle, now)[0], now), now)
@@ -152,7 +162,7 @@ def repository_address(repo: str, revision: str | None) -> HubAddress:
 def _must_exist(target: Target) -> Repository:
     try:
         return target.look()
-    except InputError as fault:
+    except (NoRepository, NoRevision) as fault:
         raise type(fault)(
             fault.message, "give --create to make it" + (f"; else {fault.hint}" if fault.hint else "")
         ) from None

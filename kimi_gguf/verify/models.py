@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -54,7 +55,7 @@ def open_model(path: Path) -> OpenModel:
         stamp = " ".join(source.stamp(shard) for shard in range(len(source.shards)))
         return OpenModel(path, store, identity, checkpoint_vocabulary(source), stamp)
     if not path.is_file():
-        raise UsageError(f"there is no file or folder {path}", "name a GGUF, or the folder of a checkpoint")
+        raise UsageError(f"there is no file or folder {path}", _how_to_name(path))
     files = read_gguf_set(path)
     gguf = GgufStore(path)
     file_type = files.metadata.get("general.file_type")
@@ -62,6 +63,18 @@ def open_model(path: Path) -> OpenModel:
     identity = _identity(path.name, gguf.config, _gguf_digest(files), recipe)
     stamp = " ".join(str(file.stat().st_mtime_ns) for file in files.paths)
     return OpenModel(path, gguf, identity, gguf_vocabulary(path), stamp)
+
+
+def _how_to_name(path: Path) -> str:
+    """What to do about a name that nothing has; of a repository every layer is read, so it must be here first."""
+    # A path has lost one of the slashes of hf://.
+    parts = re.sub(r"^(hf:/|https:/(huggingface\.co|hf\.co)/)", "", str(path))
+    if parts == str(path) and not re.fullmatch(r"[\w.-]+/[\w.-]+(@.+)?", parts):
+        return "name a GGUF, or the folder of a checkpoint"
+    return (
+        "this verb reads local files only, not the Hub: name a GGUF or the folder of a checkpoint, and fetch a "
+        f"repository first: hf download {parts.partition('@')[0]} --local-dir FOLDER"
+    )
 
 
 def file_hashes(path: Path) -> dict[str, str]:
