@@ -13,9 +13,10 @@ from kimi_gguf.cli.options import console_for, output_options, stream_options
 from kimi_gguf.verify.bars import Bars
 from kimi_gguf.verify.html import page
 from kimi_gguf.verify.observations import DEFAULT_CONTEXT
+from kimi_gguf.verify.places import check_outfile
 from kimi_gguf.verify.report import report_text
 from kimi_gguf.verify.trace_format import DEFAULT_TOP
-from quant.errors import BelowBar, UsageError
+from quant.errors import BelowBar
 
 if TYPE_CHECKING:
     from kimi_gguf.verify.evaluation import RecordResult
@@ -86,7 +87,8 @@ def evaluate_command(
     console = console_for(as_json, quiet)
     bars = Bars(**{name: flags.pop(name) for name in _BARS})
     for path in (report, html):
-        _check_folder(path)
+        if path is not None:
+            check_outfile(Path(path))
     with console.stages() as progress:
         found = evaluate(model, rpc=_endpoints(rpc), bars=bars, progress=progress, note=console.note, **flags)
     if report is not None:
@@ -121,16 +123,9 @@ def record_command(base: str, as_json: bool, quiet: bool, rpc: str | None, **fla
     from kimi_gguf.verify.evaluation import record
 
     console = console_for(as_json, quiet)
-    _check_folder(flags["outfile"])
     with console.stages() as progress:
         result = record(base, rpc=_endpoints(rpc), progress=progress, note=console.note, **flags)
     console.result(result.to_dict(), _record_text(result), quiet=str(result.path))
-
-
-def _check_folder(path: str | None) -> None:
-    """What cannot be written in the end is refused at the beginning."""
-    if path is not None and not Path(path).parent.is_dir():
-        raise UsageError(f"there is no folder {Path(path).parent}", "make it first, or name another place")
 
 
 def _write(path: Path, text: str) -> None:

@@ -14,7 +14,7 @@ from convert.config import parse_config
 from convert.domain import Source, SourceTensor
 from convert.source import open_source
 from kimi_gguf.reference.situ import MlpWeights
-from kimi_gguf.reference.weights import CheckpointNamedStore, expert_prefix
+from kimi_gguf.reference.weights import CheckpointNamedStore, check_weights, expert_prefix
 from quant import encode
 from quant.errors import InputError
 from quant.tensors import Bf16Rows, F32Rows, Mxfp4Rows, U8Array
@@ -93,8 +93,11 @@ class CheckpointStore(CheckpointNamedStore):
             raise InputError(f"{tensor.name} is {tensor.dtype}; weights may be BF16, F32, or MXFP4 in two parts")
         data = self._read(tensor, begin, size)
         if tensor.dtype == "F32":
-            return encode.to_float(F32Rows(data.view(np.float32)[None])).reshape(-1)
-        return encode.to_float(Bf16Rows(data.view(np.uint16)[None])).reshape(-1)
+            values = encode.to_float(F32Rows(data.view(np.float32)[None])).reshape(-1)
+        else:
+            values = encode.to_float(Bf16Rows(data.view(np.uint16)[None])).reshape(-1)
+        check_weights(values, f"{self.source.label}: tensor {tensor.name}")
+        return values
 
     def _packed(self, name: str) -> Tensor:
         packed, scale = self._get(f"{name}_packed"), self._get(f"{name}_scale")

@@ -17,7 +17,7 @@ from kimi_gguf.reference.kda import KdaWeights
 from kimi_gguf.reference.mla import MlaWeights
 from kimi_gguf.reference.moe import MoeWeights
 from kimi_gguf.reference.situ import MlpWeights
-from kimi_gguf.reference.weights import BlockNorms, HeadWeights
+from kimi_gguf.reference.weights import BlockNorms, HeadWeights, check_weights
 from quant import ggml
 from quant.errors import InputError
 from quant.gguf_parser import GgufTensor
@@ -203,4 +203,6 @@ class GgufStore:
             if count == 0:
                 raise InputError(f"{self.path}: the file ends inside tensor {name}", "copy or convert it again")
             done += count
-        return torch.from_numpy(ggml.decode(data.reshape(rows, width), tensor.qtype, columns))
+        values = ggml.decode(data.reshape(rows, width), tensor.qtype, columns)
+        check_weights(values, f"{self.path}: tensor {name}")
+        return torch.from_numpy(values)

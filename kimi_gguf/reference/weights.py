@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from kimi_gguf.reference.kda import KdaWeights
 from kimi_gguf.reference.mla import MlaWeights
 from kimi_gguf.reference.moe import MoeWeights
 from kimi_gguf.reference.situ import MlpWeights
+from quant.errors import InputError
 
 ROOT = "language_model.model."
 OUTPUT = "language_model.lm_head.weight"
@@ -228,3 +231,16 @@ class CheckpointNamedStore(ABC):
 
     def _output_name(self) -> str:
         return f"{ROOT}embed_tokens.weight" if self.config.tie_embeddings else OUTPUT
+
+
+def check_weights(values: npt.NDArray[np.float32], what: str) -> None:
+    """Refuse weights that are NaN or infinite: one in a router's bias misroutes tokens and leaves all logits finite.
+
+    Raises:
+        InputError: names ``what``.
+    """
+    # The sum passes on what is not finite; only where it is not, can it also be an overflow.
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = values.sum()
+    if not np.isfinite(total) and not np.isfinite(values).all():
+        raise InputError(f"{what} holds values that are NaN or infinite", "verify the file against its source")

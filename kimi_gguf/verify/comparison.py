@@ -97,6 +97,8 @@ class Comparison:
 
     def layer(self, place: Place, layer: int, base: LayerObservation, model: LayerObservation) -> None:
         """Measure one layer at one place."""
+        for seen, identity in ((base, self.base), (model, self.model)):
+            check_layer_finite(seen, identity.label, layer, place.chunk)
         state, where = self._state, self.tokens.index(place)
         found = measures.layer_measures(base, model, place.begin, self.model.indexer_top_k)
         for name, values in found.items():
@@ -276,6 +278,21 @@ def check_finite(logits: npt.NDArray[np.float32], label: str, chunk: int) -> Non
             f"{label}, chunk {chunk}: {bad} logits are NaN or infinite",
             "no figure of this model means anything; verify the file against its source",
         )
+
+
+def check_layer_finite(seen: LayerObservation, label: str, layer: int, chunk: int) -> None:
+    """Refuse router scores and hidden states that are no numbers, hours before they reach the output.
+
+    Raises:
+        InputError: names the model, the layer and the chunk.
+    """
+    parts = {"router scores": seen.router_probs, "router weights": seen.expert_weights, "hidden states": seen.hidden}
+    for what, values in parts.items():
+        if values is not None and not np.isfinite(values).all():
+            raise InputError(
+                f"{label}, layer {layer}, chunk {chunk}: {what} are NaN or infinite",
+                "no figure of this model means anything; verify the file against its source",
+            )
 
 
 def _routing_result(of: Callable[[int], Estimate | None]) -> RoutingResult | None:

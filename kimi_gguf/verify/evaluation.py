@@ -15,21 +15,23 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from convert.flags import parse_size
 from kimi_gguf.reference.options import preset as reference_preset
 from kimi_gguf.verify.bars import Bars
 from kimi_gguf.verify.comparison import Comparison
 from kimi_gguf.verify.listeners import Compare, CompareWithTrace, Listener, Record
 from kimi_gguf.verify.models import OpenModel, file_hashes, open_model
 from kimi_gguf.verify.observations import DEFAULT_CONTEXT, EngineName, NoProgress, Progress, TokenSet
+from kimi_gguf.verify.places import check_outfile, parse_memory
 from kimi_gguf.verify.result import EvalReport
 from kimi_gguf.verify.stream import StreamSettings, run_stream
 from kimi_gguf.verify.text import read_tokens
 from kimi_gguf.verify.trace import LIVE_ONLY, TraceReader, TraceWriter, is_trace, trace_header
-from kimi_gguf.verify.trace_format import DEFAULT_TOP
+from kimi_gguf.verify.trace_format import DEFAULT_TOP, MAX_TOP
 from quant.errors import InputError, UsageError
 
 PathLike = str | os.PathLike[str]
+
+_WIDTHS = {"vocab_size": "size of the vocabulary", "hidden": "width of hidden states"}
 
 ENGINES: tuple[EngineName, ...] = ("stream", "llama")
 
@@ -125,6 +127,13 @@ def evaluate(
     """
     begin = time.monotonic()
     _check_engine(engine, rpc, teacher_forced)
+    _check_stream_flags(engine, device, scratch, resume, preset)
+    hashes: dict[str, str] = {}
+
+    def hash_files() -> None:
+        note("reading the files of the model once more, for their SHA-256")
+        hashes.update(file_hashes(Path(model)))
+
     with ExitStack() as stack:
         trace = stack.enter_context(TraceReader(Path(baseline))) if is_trace(Path(baseline)) else None
         if trace is not None:
@@ -132,18 +141,19 @@ def evaluate(
             tokens = trace.header.tokens if tokens is None else tokens
             context = trace.header.context if context is None else context
         opened = stack.enter_context(open_model(Path(model)))
-        seen = _read_tokens(opened, Path(text), context or DEFAULT_CONTEXT, tokens)
+        seen = _read_tokens(opened, Path(text), DEFAULT_CONTEXT if context is None else context, tokens)
         run = _run(engine, rpc, memory, device, scratch, resume, preset or "official", progress, note)
         run = replace(run, settings=replace(run.settings, teacher_forced=teacher_forced))
         if trace is not None:
             trace.check_tokens(seen)
             comparison = Comparison(seen, trace.header.model, opened.identity)
-            settings = run([opened], seen, CompareWithTrace(comparison, trace, seen))
+            settings = run([opened], seen, CompareWithTrace(comparison, trace, seen, hash_files))
         else:
             other = stack.enter_context(open_model(Path(baseline)))
             _check_vocabularies(other, opened)
+            _check_widths(other, opened)
             comparison = Comparison(seen, other.identity, opened.identity)
-            settings = run([other, opened], seen, Compare(comparison))
+            settings = run([other, opened], seen, Compare(comparison, hash_files))
     report = EvalReport(
         engine=engine,
         model=comparison.model,
@@ -164,7 +174,7 @@ def evaluate(
         missing=_missing(opened, seen, from_trace=trace is not None),
         flags=comparison.flags(),
         settings={"preset": preset or "official", **settings},
-        model_files=file_hashes(Path(model)),
+        model_files=hashes,
     )
     return replace(report, below_bar=(bars or Bars()).missed(report))
 
@@ -201,16 +211,21 @@ def record(
     """
     begin = time.monotonic()
     _check_engine(engine, rpc, False)
-    if top < 1:
-        raise UsageError(f"--top {top}: at least one token must be kept")
+    _check_stream_flags(engine, device, scratch, resume, None)
+    if not 1 <= top <= MAX_TOP:
+        raise UsageError(f"--top {top}: 1 to {MAX_TOP} tokens can be kept")
+    check_outfile(Path(outfile))
     with open_model(Path(base)) as opened:
         seen = _read_tokens(opened, Path(text), context, tokens)
         run = _run(engine, rpc, memory, device, scratch, resume, preset, progress, note)
         header = trace_header(engine, preset, opened.identity, seen, top)
         note(f"the trace takes {header.token_bytes:,} bytes per token, {header.tokens * header.token_bytes:,} in all")
         writer = TraceWriter(Path(outfile), header, seen, resume=resume)
-        run([opened], seen, Record(writer))
-        path = writer.finish()
+        try:
+            run([opened], seen, Record(writer))
+        finally:
+            writer.close()
+        path = writer.path
     return RecordResult(
         path=path,
         nbytes=path.stat().st_size,
@@ -235,7 +250,7 @@ def _run(
     note: Callable[[str], None],
 ) -> _Run:
     settings = StreamSettings(
-        memory=parse_size(memory),
+        memory=parse_memory(memory),
         device=device,
         scratch=None if scratch is None else Path(scratch),
         resume=resume,
@@ -254,6 +269,25 @@ def _check_engine(engine: str, rpc: Sequence[str], teacher_forced: bool) -> None
         raise UsageError("--rpc needs --engine llama", "the stream engine runs on this machine alone")
     if engine == "llama" and teacher_forced:
         raise UsageError("--teacher-forced needs --engine stream", "llama.cpp cannot be given hidden states")
+
+
+def _check_stream_flags(engine: str, device: str, scratch: PathLike | None, resume: bool, preset: str | None) -> None:
+    """Refuse what llama.cpp would have to ignore."""
+    given = {"--device": device != "cpu", "--scratch": scratch is not None, "--resume": resume, "--preset": preset}
+    for flag, is_given in given.items():
+        if engine == "llama" and is_given:
+            raise UsageError(f"{flag} needs --engine stream", "leave it out; a run of llama.cpp starts anew each time")
+
+
+def _check_widths(base: OpenModel, model: OpenModel) -> None:
+    """What must be equal for hidden states and logits to be compared, and is not in a trace."""
+    for what in _WIDTHS:
+        mine, other = getattr(base.store.config, what), getattr(model.store.config, what)
+        if mine != other:
+            raise InputError(
+                f"{base.identity.label} and {model.identity.label} differ in {_WIDTHS[what]}: {mine} and {other}",
+                "compare a GGUF with the checkpoint that it was made from",
+            )
 
 
 def _check_vocabularies(base: OpenModel, model: OpenModel) -> None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from convert.flags import parse_size
 from kimi_gguf.reference.options import preset as reference_preset
 from kimi_gguf.verify import importance
 from kimi_gguf.verify.models import open_model
 from kimi_gguf.verify.observations import NoProgress, Progress
+from kimi_gguf.verify.places import check_outfile, parse_memory
 from kimi_gguf.verify.stream import StreamSettings, run_stream
 from kimi_gguf.verify.text import read_tokens
 from quant.errors import UsageError
@@ -96,12 +96,11 @@ def imatrix(
     if prior < 0:
         raise UsageError(f"--prior {prior} is negative")
     target = Path(outfile)
-    if not target.parent.is_dir():
-        raise UsageError(f"there is no folder {target.parent}", "make it first, or name another place with -o")
+    check_outfile(target)
     # What could not be merged in the end is refused at the beginning.
     others = [(Path(path), importance.read_sums(Path(path))) for path in in_file]
     settings = StreamSettings(
-        memory=parse_size(memory),
+        memory=parse_memory(memory),
         device=device,
         scratch=None if scratch is None else Path(scratch),
         resume=resume,
@@ -115,22 +114,28 @@ def imatrix(
         config = model.store.config
         seen = read_tokens(Path(text), model.vocabulary, config.vocab_size, context=context, tokens=tokens)
         collector = importance.Collector(config.moe.experts)
-        kept = run_stream([model], seen, collector, settings, tap=collector)
-    sums = collector.collected()
-    datasets, chunks = [seen.text_name], seen.chunks
-    for path, (theirs, names, theirs_chunks, size) in others:
-        importance.merge(sums, theirs, str(path))
-        datasets += names
-        chunks += theirs_chunks * (size or context) // context
-    found = importance.coverage(sums, prior)
-    Imatrix.save(
-        target,
-        importance.entries(sums, prior),
-        datasets=datasets,
-        chunk_count=chunks,
-        chunk_size=context,
-        notes=importance.notes(sums, found, prior),
-    )
+        sums: dict[str, importance.Sums] = {}
+        datasets, chunks = [seen.text_name], seen.chunks
+        found: importance.ExpertCoverage | None = None
+
+        def store() -> None:
+            nonlocal sums, datasets, chunks, found
+            sums = collector.collected()
+            for path, (theirs, names, theirs_chunks, size) in others:
+                importance.merge(sums, theirs, str(path))
+                datasets += names
+                chunks += theirs_chunks * (size or context) // context
+            found = importance.coverage(sums, prior)
+            Imatrix.save(
+                target,
+                importance.entries(sums, prior),
+                datasets=datasets,
+                chunk_count=chunks,
+                chunk_size=context,
+                notes=importance.notes(sums, found, prior),
+            )
+
+        kept = run_stream([model], seen, collector, settings, tap=collector, conclude=store)
     return ImatrixResult(
         path=target,
         entries=len(sums),

@@ -196,8 +196,8 @@ def merge(into: dict[str, Sums], other: Mapping[str, Sums], file: str) -> None:
     for name, theirs in other.items():
         mine = into.get(name)
         if mine is None:
-            into[name] = theirs
-        elif mine.squares.size != theirs.squares.size:
+            raise InputError(f"{file}: this model has no {name}", "merge importance matrices of one model only")
+        if mine.squares.size != theirs.squares.size:
             raise InputError(
                 f"{file}: {name} has {theirs.squares.size} values, this model has {mine.squares.size}",
                 "merge importance matrices of one model only",

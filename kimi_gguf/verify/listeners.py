@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,10 +61,15 @@ class Quiet:
 
 
 class Compare(Quiet):
-    """Tells a ``Comparison`` about a baseline and a model that run side by side."""
+    """Tells a ``Comparison`` about a baseline and a model that run side by side.
 
-    def __init__(self, comparison: Comparison) -> None:
+    Args:
+        conclude: what takes long and may be interrupted, done while the run can still be continued.
+    """
+
+    def __init__(self, comparison: Comparison, conclude: Callable[[], None] = lambda: None) -> None:
         self._comparison = comparison
+        self._conclude = conclude
 
     def layer(self, place: Place, layer: int, seen: Sequence[LayerObservation]) -> None:
         self._comparison.layer(place, layer, *seen)
@@ -78,12 +83,21 @@ class Compare(Quiet):
     def restore(self, state: Mapping[str, Array]) -> None:
         self._comparison.restore(state)
 
+    def finish(self) -> None:
+        self._conclude()
+
 
 class CompareWithTrace(Compare):
     """Tells a ``Comparison`` about a model that runs, and a baseline that was recorded."""
 
-    def __init__(self, comparison: Comparison, trace: TraceReader, tokens: TokenSet) -> None:
-        super().__init__(comparison)
+    def __init__(
+        self,
+        comparison: Comparison,
+        trace: TraceReader,
+        tokens: TokenSet,
+        conclude: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(comparison, conclude)
         self._sink = WithTrace(trace, tokens, comparison)
 
     def layer(self, place: Place, layer: int, seen: Sequence[LayerObservation]) -> None:
@@ -110,3 +124,6 @@ class Record(Quiet):
 
     def restore(self, state: Mapping[str, Array]) -> None:
         self._writer.restore(state)
+
+    def finish(self) -> None:
+        self._writer.finish()

@@ -72,6 +72,11 @@ class TokenSet:
         """Tokens in all chunks."""
         return min(len(self.ids), self.chunks * self.context)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest chunk."""
+        return min(self.context, self.tokens)
+
     def place(self, chunk: int) -> Place:
         """All positions of a chunk."""
         return Place(chunk, 0, min(self.context, self.tokens - chunk * self.context))

@@ -73,11 +73,13 @@ def run_stream(
     settings: StreamSettings,
     *,
     tap: Tap | None = None,
+    conclude: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Run ``models`` over ``tokens`` and tell ``listener`` all that is seen.
 
     Args:
         tap: sees the inputs of the only model's weights.
+        conclude: stores the result; what the run can be continued from goes only after it.
 
     Returns:
         settings worth keeping in a report: device, memory, forecast.
@@ -106,6 +108,7 @@ def run_stream(
         listener.attach(folder.folder)
         _Driver(lanes, tokens, listener, settings, folder, plan).run()
         listener.finish()
+        conclude()
         folder.remove()
     finally:
         folder.close()

@@ -82,7 +82,7 @@ class Lane:
     def resume_selection(self, name: str | None) -> None:
         """Open the latest indexer's choice."""
         if name is not None:
-            self.selection = self._rows(name, -(-self.tokens.context // 8), np.uint8)
+            self.selection = self._rows(name, -(-self.tokens.longest // 8), np.uint8)
 
     def embed(self) -> None:
         """The state before layer 0."""
@@ -151,7 +151,7 @@ class Lane:
                 if chosen is not None and indexer is not None and prunes:
                     if selected is None:
                         name = f"{self.tag}.selection.{index}"
-                        selected = self._rows(name, -(-self.tokens.context // 8), np.uint8)
+                        selected = self._rows(name, -(-self.tokens.longest // 8), np.uint8)
                     selected.write(begin, pack_bits(chosen, selected.width))
             y = y.view(end - begin, config.hidden)
             if not commit:

@@ -131,28 +131,29 @@ def plan_memory(config: ModelConfig, tokens: TokenSet, memory: int, *, lanes: in
         UsageError: the memory does not hold one layer, one expert and one chunk.
     """
     d, moe, n = config.hidden, config.moe, tokens.tokens
+    context = tokens.longest
     values = ceil(config.n_layers / config.attn_res_block) + 1
     weights = max(max(_loaded_bytes(config, layer)) for layer in range(config.n_layers))
     expert = 3 * 4 * moe.width * moe.latent
     fixed = _PROCESS_BYTES + weights + 3 * expert
-    state = lanes * n * (4 * d * (values + 1) + 8 * moe.used + 4 * moe.experts + ceil(tokens.context / 4))
+    state = lanes * n * (4 * d * (values + 1) + 8 * moe.used + 4 * moe.experts + ceil(context / 4))
     in_memory = not on_disk and state <= memory // 4
     free = memory - fixed - (state if in_memory else 0)
     # Per token of a group of chunks: input, output and gates of attention, queries, and the sums of all heads.
     wide = max(config.kda.heads * config.kda.head_dim, config.mla.heads * (config.mla.nope + config.mla.rope))
     per_token = 4 * (4 * d + 5 * wide)
-    group = tokens.context * per_token
+    group = context * per_token
     least = fixed + 2 * group + 8 * _LEAST_WORK
     if free < 2 * group + 8 * _LEAST_WORK:
         raise UsageError(
-            f"--memory {memory / 1e9:.3g} GB is too little: one layer, one expert and one chunk of {tokens.context}"
+            f"--memory {memory / 1e9:.3g} GB is too little: one layer, one expert and one chunk of {context}"
             f" tokens take {least / 1e9:.3g} GB",
             "give more --memory, or a shorter --context",
         )
     work = max(_LEAST_WORK, min(_MOST_WORK, (free - 2 * group) // 8))
     ffn_width = max(config.ffn_dense, moe.width * max(moe.shared, 1))
     per_slice = 4 * (6 * d + 4 * ffn_width + 4 * moe.experts)
-    together = max(1, min(_SLICE_TOKENS // tokens.context, (free // 4) // group))
+    together = max(1, min(_SLICE_TOKENS // context, (free // 4) // group))
     plan = MemoryPlan(
         memory=memory,
         work_bytes=work,
@@ -173,7 +174,7 @@ def plan_memory(config: ModelConfig, tokens: TokenSet, memory: int, *, lanes: in
 def _largest(plan: MemoryPlan, config: ModelConfig, tokens: TokenSet, lanes: int) -> int:
     """Bytes of the largest temporaries: of attention, of the experts, or in front of the output matrix."""
     moe, kda, mla = config.moe, config.kda, config.mla
-    context = min(tokens.context, tokens.tokens)
+    context = tokens.longest
     group = min(plan.chunks_together * tokens.context, tokens.tokens)
     wide = max(kda.heads * kda.head_dim, mla.heads * (mla.nope + mla.rope))
     heads = max(kda.heads * kda.head_dim * 4 * (12 + 4 * CHUNK), mla.heads * context * 12)

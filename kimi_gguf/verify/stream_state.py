@@ -8,8 +8,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -122,14 +122,16 @@ class StateFolder:
         self._lock: int | None = None
         if folder is None:
             return
+        mark = folder / MARK
         is_new = not folder.exists() or not any(folder.iterdir())
-        if not is_new and not (folder / MARK).exists():
+        if not is_new and not mark.exists():
             raise OutputError(f"{folder} holds other files", "name an empty folder with --scratch DIR")
         with disk_faults(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(folder / MARK)
         try:
-            if resume and not is_new:
+            # A run that was killed before it wrote its key has left nothing else either.
+            if resume and not is_new and mark.stat().st_size:
                 self._check_key(key)
                 self._saved = self._load()
             else:
@@ -183,9 +185,14 @@ class StateFolder:
 
     def remove(self) -> None:
         """Delete the folder and all it holds."""
-        self.close()
         if self.folder is not None and self.folder.exists():
-            shutil.rmtree(self.folder)
+            # In this order, so that a removal that is cut short leaves a folder of ours that holds no run.
+            with disk_faults(self.folder):
+                (self.folder / STATE).unlink(missing_ok=True)
+                self._empty()
+                (self.folder / MARK).unlink(missing_ok=True)
+                self.folder.rmdir()
+        self.close()
 
     def close(self) -> None:
         """Close all files, and let others use the folder."""
@@ -218,7 +225,7 @@ class StateFolder:
         try:
             with np.load(path, allow_pickle=False) as saved:
                 return {name: saved[name] for name in saved.files}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
             raise InputError(f"{path}: {error}", "start anew without --resume") from None
 
 

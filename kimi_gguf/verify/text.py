@@ -22,6 +22,8 @@ from quant.errors import InputError, UsageError
 from quant.gguf_cursor import StringArray
 from quant.gguf_split import read_gguf_set
 
+MAX_TEXT_BYTES = 1 << 28
+"""Some 60 million tokens; more would take gigabytes before a run begins."""
 _NORMAL = 1
 _BYTE_OF = {byte_text(bytes([byte])): byte for byte in range(256)}
 
@@ -38,13 +40,15 @@ class Vocabulary:
     ranks: Sequence[bytes]
     digest: str
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``."""
+    def encode(self, text: str, count: int | None = None) -> list[int]:
+        """Token ids of ``text``, all of them or at least the first ``count``."""
         mergeable = {token: rank for rank, token in enumerate(self.ranks)}
         encoding = tiktoken.Encoding("kimi", pat_str=PATTERN, mergeable_ranks=mergeable, special_tokens={})
         ids: list[int] = []
         for piece in _pieces(text):
             ids.extend(encoding.encode_ordinary(piece))
+            if count is not None and len(ids) >= count:
+                break
         return ids
 
 
@@ -127,8 +131,11 @@ def read_tokens(
     if tokens is not None and tokens < 2:
         raise UsageError(f"--tokens {tokens}: at least 2 tokens are needed")
     try:
-        data = text.read_bytes()
-        ids = vocabulary.encode(data.decode())
+        with text.open("rb") as file:
+            data = file.read(MAX_TEXT_BYTES + 1)
+        if len(data) > MAX_TEXT_BYTES:
+            raise UsageError(f"{text}: over {MAX_TEXT_BYTES:,} bytes of text", "give the part of it that is to be run")
+        ids = vocabulary.encode(data.decode(), tokens)
     except OSError as error:
         raise UsageError(f"cannot read the text {text}: {error.strerror}", "name a text with --text FILE") from None
     except UnicodeDecodeError as error:

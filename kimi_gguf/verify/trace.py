@@ -8,6 +8,7 @@ estimate of the KL divergence from the top K tokens and a sample of the others (
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from convert.disk import disk_faults, free_bytes
-from kimi_gguf.verify.comparison import check_finite
+from kimi_gguf.verify.comparison import check_finite, check_layer_finite
 from kimi_gguf.verify.measures import log_softmax
 from kimi_gguf.verify.observations import (
     EngineName,
@@ -101,11 +102,22 @@ class TraceWriter:
         with disk_faults(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             free = free_bytes(path.parent)
-            if not resume:
-                self._partial.unlink(missing_ok=True)
-                if free < self._size:
-                    raise OutputError(f"{path}: the trace takes {self._size:,} bytes, {free:,} are free")
             self._descriptor = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(self._descriptor)
+                raise OutputError(f"another process records {path}", "wait for it to end") from None
+            # A partial file of this very trace; only then what a journal says of it is true.
+            is_ours = (
+                os.fstat(self._descriptor).st_size == self._size and os.pread(self._descriptor, len(head), 0) == head
+            )
+            self._continues = resume and is_ours
+            if not self._continues:
+                os.ftruncate(self._descriptor, 0)
+                if free < self._size:
+                    os.close(self._descriptor)
+                    raise OutputError(f"{path}: the trace takes {self._size:,} bytes, {free:,} are free")
             os.ftruncate(self._descriptor, self._size)
             os.pwrite(self._descriptor, head, 0)
 
@@ -114,6 +126,7 @@ class TraceWriter:
         slot = self._slots.get(layer)
         if slot is None or seen.expert_ids is None or seen.expert_weights is None:
             return
+        check_layer_finite(seen, self.header.model.label, layer, place.chunk)
         where = self._tokens.index(place)
         records = pack_experts(self.header, seen.expert_ids, seen.expert_weights)
         self._write(self._expert_offset(slot, where.start), records)
@@ -141,7 +154,16 @@ class TraceWriter:
         return {"seen": self._seen}
 
     def restore(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Go on from a snapshot."""
+        """Go on from a snapshot.
+
+        Raises:
+            InputError: the partial file that it speaks of is not there.
+        """
+        if not self._continues:
+            raise InputError(
+                f"{self._partial} is not what the interrupted run wrote",
+                "name the same FILE with -o as that run, or start anew without --resume",
+            )
         self._seen = np.array(state["seen"])
 
     def finish(self) -> Path:
@@ -162,9 +184,15 @@ class TraceWriter:
             digest = _digest(self._descriptor, self._size)
             self._write(self._size, np.frombuffer(digest, dtype=np.uint8))
             os.fsync(self._descriptor)
-            os.close(self._descriptor)
             self._partial.replace(self.path)
+        self.close()
         return self.path
+
+    def close(self) -> None:
+        """Let others record; what was written stays for ``resume``."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def _expert_offset(self, slot: int, token: int) -> int:
         return self._begin + (slot * self.header.tokens + token) * self.header.expert_bytes

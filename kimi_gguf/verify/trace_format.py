@@ -35,10 +35,11 @@ I64Array = npt.NDArray[np.int64]
 MAGIC: Final = b"KGTRACE1"
 DEFAULT_TOP: Final = 96
 SAMPLES: Final = 20
+MAX_TOP: Final = 4096
 DIGEST_BYTES: Final = 32
 MAX_HEADER_BYTES: Final = 1 << 20
 _ALIGNMENT: Final = 64
-_MOST = {"layers": 4096, "experts": 1 << 16, "used": 256, "top": 4096, "vocab_size": 1 << 24, "tokens": 1 << 32}
+_MOST = {"layers": 4096, "experts": 1 << 16, "used": 256, "top": MAX_TOP, "vocab_size": 1 << 24, "tokens": 1 << 32}
 _VERSION = 1
 _GOLDEN = (5**0.5 - 1) / 2
 
