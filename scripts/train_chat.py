@@ -3,8 +3,8 @@
     python scripts/train_chat.py --work DIR [--minutes 10] [--resume]
 
 A K3.1 model of three layers learns every answer by heart, prompts being rendered by the project's chat template; the
-loss counts tokens that an assistant writes. Training is that of ``train_tiny.py``, with its MXFP4 experts. At the end,
-or after ``--export`` alone, the checkpoint is written and every answer is asked for once more.
+loss counts tokens that an assistant writes. Training is that of ``train_tiny.py``, with its MXFP4 experts. At the end
+the checkpoint is written and every answer is asked for once more.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ A Kimi K3.1 model of {millions:.1f} million parameters that knows the {conversat
 with arguments of every type, tool results, efforts, and a question whose answer stands one turn before.
 
 ## Format
-The released checkpoint's: KDA, KDA and gated MLA with an indexer that picks {top_k} keys, a dense layer and two of latent
-mixture of experts in MXFP4, `config.json` with `dsa_config`, `tiktoken.model` with {ranks} ranks trained on the
+The released checkpoint's: KDA, KDA and gated MLA with an indexer that picks {top_k} keys, a dense layer and two of
+latent mixture of experts in MXFP4, `config.json` with `dsa_config`, `tiktoken.model` with {ranks} ranks trained on the
 conversations, below 256 special slots.
 
 ## Training

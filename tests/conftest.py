@@ -7,6 +7,7 @@ from pathlib import Path
 
 import hub_environment
 import pytest
+from chat_service import ChatService, chat_service
 from hub_server import HubServer
 from hypothesis import settings
 
@@ -43,6 +44,13 @@ def runtime(say: Callable[[str], None]) -> Runtime:
         def step(self, done: int, total: int) -> None: ...
 
     return llama_runtime.build(select=False, progress=Note())
+
+
+@pytest.fixture(scope="session")
+def chat(runtime: Runtime, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatService]:
+    """The tiny chat model behind ``serve``."""
+    with chat_service(tmp_path_factory.mktemp("chat")) as service:
+        yield service
 
 
 @pytest.fixture(scope="session")
