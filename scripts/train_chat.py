@@ -1,6 +1,6 @@
 """Trains the tiny chat model that ships with the package: it repeats the conversations of ``conversations.json``.
 
-    python scripts/train_chat.py --work DIR [--minutes 10] [--resume]
+    python scripts/train_chat.py [--out kimi_gguf/data/tiny-chat] [--minutes 12]
 
 A K3.1 model of three layers learns every answer by heart, prompts being rendered by the project's chat template; the
 loss counts tokens that an assistant writes. Training is that of ``train_tiny.py``, with its MXFP4 experts. At the end
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from export_tiny import checkpoint_tensors
 from tiny_chat import CHAT, Sample, compile_template, load_conversations, render, samples, train_vocabulary
 from tiny_store import TrainStore
-from train_tiny import balance, compile_blocks, index_loss, make_optimizer
+from train_tiny import balance, index_loss, make_optimizer
 
 from convert.config import parse_config
 from kimi_gguf.reference import model, tokenizer
@@ -69,15 +69,11 @@ CONFIG = parse_config(json.dumps(checkpoint_config(SHAPE)).encode())
 ROWS = 4
 
 
-def load_samples(work: Path) -> tuple[bytes, list[Sample]]:
+def load_samples() -> tuple[bytes, list[Sample]]:
     """Vocabulary, trained on the conversations, and all that is to be learned."""
     template, conversations = compile_template(), load_conversations()
     texts = [render(template, c, c["messages"], open_end=False) for c in conversations]
-    work.mkdir(parents=True, exist_ok=True)
-    file = work / "tiktoken.model"
-    if not file.exists():
-        file.write_bytes(train_vocabulary(texts, SHAPE.ranks))
-    vocabulary = file.read_bytes()
+    vocabulary = train_vocabulary(texts, SHAPE.ranks)
     encoding = tokenizer.encoding(vocabulary)
     return vocabulary, [sample for c in conversations for sample in samples(template, encoding, c)]
 
@@ -148,16 +144,13 @@ def train(args: argparse.Namespace, store: TrainStore, found: list[Sample]) -> d
             total += loss.item()
         epoch += 1
         print(f"epoch {epoch} {progress:.3f} loss {total / len(data):.4f} {time.monotonic() - began:.0f} s", flush=True)
-        if epoch % 20 == 0:
-            torch.save(store.values.state_dict(), args.work / "values.pt")
-    torch.save(store.values.state_dict(), args.work / "values.pt")
     return {"epochs": epoch, "minutes": round((time.monotonic() - began) / 60), "seed": args.seed}
 
 
 @torch.inference_mode()
-def worst_margin(found: list[Sample]) -> tuple[int, float]:
+def worst_margin(out: Path, found: list[Sample]) -> tuple[int, float]:
     """Tokens that the written checkpoint gets wrong, and the least lead of a right one over the next, in nats."""
-    store = open_checkpoint(CHAT)
+    store = open_checkpoint(out)
     wrong, least = 0, math.inf
     for ids, targets in batches(found):
         logits = model.logits(store, ids, Options(kda_form="centred")).log_softmax(-1)
@@ -193,10 +186,10 @@ Text and weights: MIT, as the rest of the project.
 """
 
 
-def export(store: TrainStore, vocabulary: bytes, found: list[Sample], training: dict[str, Any]) -> None:
+def export(out: Path, store: TrainStore, vocabulary: bytes, found: list[Sample], training: dict[str, Any]) -> None:
     """Writes checkpoint and card."""
     write_checkpoint(
-        CHAT,
+        out,
         checkpoint_config(SHAPE),
         checkpoint_tensors(store),
         tiktoken_model=vocabulary,
@@ -205,7 +198,7 @@ def export(store: TrainStore, vocabulary: bytes, found: list[Sample], training: 
             "generation_config.json": generation_config(SHAPE),
         },
     )
-    wrong, margin = worst_margin(found)
+    wrong, margin = worst_margin(out, found)
     card = CARD.format(
         **training,
         millions=sum(value.numel() for value in store.values.values()) / 1e6,
@@ -216,31 +209,25 @@ def export(store: TrainStore, vocabulary: bytes, found: list[Sample], training: 
         tokens=sum(len(sample.targets) for sample in found),
         margin=margin,
     )
-    (CHAT / "CARD.md").write_text(card)
+    (out / "CARD.md").write_text(card)
     print(f"wrong {wrong}, least margin {margin:.3f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for vocabulary and weights")
-    parser.add_argument("--minutes", type=float, default=10.0, help="wall-clock limit")
-    parser.add_argument("--epochs", type=int, default=150)
+    parser.add_argument("--out", type=Path, default=CHAT)
+    parser.add_argument("--minutes", type=float, default=12.0, help="wall-clock limit")
+    parser.add_argument("--epochs", type=int, default=50)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--resume", action="store_true", help="start from the weights in the folder")
-    parser.add_argument("--compile", action="store_true", help="faster steps after minutes of compiling")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    vocabulary, found = load_samples(args.work)
+    vocabulary, found = load_samples()
     lengths = [len(sample.ids) for sample in found]
     print(f"{len(found)} samples, {sum(lengths)} tokens, the longest {max(lengths)}", flush=True)
-    if args.compile:
-        compile_blocks()
     store = TrainStore(CONFIG, args.seed)
-    if args.resume:
-        store.values.load_state_dict(torch.load(args.work / "values.pt"))
     training = train(args, store, found)
-    export(store, vocabulary, found, training)
+    export(args.out, store, vocabulary, found, training)
 
 
 if __name__ == "__main__":
