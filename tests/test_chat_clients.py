@@ -60,6 +60,12 @@ def test_openai_streams(openai_client: openai.OpenAI) -> None:
     assert sum(bool(piece) for piece in pieces) > 10
 
 
+def test_openai_has_its_newer_interface_too(openai_client: openai.OpenAI) -> None:
+    answer = openai_client.responses.create(model="tiny-chat", input="Hello", temperature=0)
+    assert [item.type for item in answer.output] == ["reasoning", "message"]
+    assert answer.output_text == CONVERSATIONS["greeting"]["messages"][-1]["content"]
+
+
 def test_openai_hears_of_a_bad_request(openai_client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError):
         openai_client.chat.completions.create(model="tiny-chat", messages=[{"role": "user"}])  # type: ignore[typeddict-item]
