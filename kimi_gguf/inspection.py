@@ -13,6 +13,7 @@ import numpy as np
 
 from convert.structure import check_structure
 from kimi_gguf.sizes import SizedTensor, SizeReport, size_report
+from quant.errors import InputError
 from quant.gguf_cursor import StringArray
 from quant.gguf_parser import GgufTensor, GgufValue, ValueType
 from quant.gguf_split import GgufSet, read_gguf_set
@@ -110,7 +111,10 @@ def inspect(file: str | os.PathLike[str]) -> Inspection:
 
 
 def _read(file: str | os.PathLike[str]) -> GgufSet:
-    if Path(file).exists() or not os.fspath(file).startswith(("hf://", "https://")):
+    text = os.fspath(file)
+    if Path(file).exists() or not text.startswith(("hf://", "https://")):
+        if not Path(file).exists() and text.count("/") == 1 and not text.endswith(".gguf"):
+            raise InputError(f"there is no file {text}", f"if it is a repository on the Hub, write hf://{text}")
         return read_gguf_set(Path(file))
     from kimi_gguf.hub.gguf import read_hub_gguf
 

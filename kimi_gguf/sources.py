@@ -93,4 +93,4 @@ def resolve_source(
             hint = "check the path; or, for a repository, the connection and HF_ENDPOINT"
             raise InputError(found + fault.message, hint) from None
         found = f"neither a local folder nor a repository on the Hub is named {text}: {fault.message}"
-        raise InputError(found, f"check the path, or {fault.hint}") from None
+        raise InputError(found, f"check the path; or {fault.hint}") from None

@@ -465,3 +465,25 @@ def test_as_you_go_is_continued_and_keeps_what_is_not_confirmed(
     with pytest.raises(UsageError, match="no manifest beside it"):
         publish_model(alone, REPO, as_you_go=True)
     assert alone.exists()
+
+
+def test_as_you_go_killed_at_any_moment_every_file_is_here_or_on_the_hub(
+    hub: HubServer, made: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(made, tmp_path / "m")
+    names = {p.name: sha256_of(p) for p in ggufs(folder)}
+    flags = ("publish", folder, REPO, "--create", "--as-you-go")
+    moments = [("PUT /upload/", "hang", 0), ("PUT /upload/", "hang", 1), ("POST .*/commit/", "hang", 0)]
+    for match, kind, skip in [*moments, ("POST .*/commit/", "late", 0)]:
+        fault = hub.fault(match, kind, seconds=3, skip=skip)
+        client = start_client(*flags, endpoint=ENDPOINT, cwd=tmp_path, token=TOKEN)
+        wait_for(lambda fault=fault: fault.times == 0)  # type: ignore[misc]
+        client.send_signal(signal.SIGKILL)
+        client.communicate()
+        here = {p.name: sha256_of(p) for p in ggufs(folder)}
+        there = {p.removeprefix("MXFP4/"): h for p, h in files_of(hub).items() if p.endswith(".gguf")}
+        assert there | here == names
+    client = start_client(*flags, endpoint=ENDPOINT, cwd=tmp_path, token=TOKEN)
+    _, err = client.communicate(timeout=60)
+    assert client.returncode == 0, err
+    assert {n: files_of(hub)[f"MXFP4/{n}"] for n in names} == names and ggufs(folder) == []

@@ -46,7 +46,10 @@ def command(src: str | None, yes: bool, as_json: bool, quiet: bool, **flags: Any
     unnamed = src is None and not holds_checkpoint(Path.cwd())
     if unnamed:
         if not (yes or console.attended or flags["dry_run"]):
-            raise UsageError("no checkpoint is named, and the current folder holds none", HOW_TO_NAME)
+            raise UsageError(
+                "no checkpoint is named, and the current folder holds none",
+                f"{HOW_TO_NAME}; or give --yes to convert {DEFAULT_REPO}, fetched shard by shard",
+            )
         src = DEFAULT_REPO
 
     def on_plan(plan: Plan) -> None:

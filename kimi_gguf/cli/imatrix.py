@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 def command(src: str, as_json: bool, quiet: bool, **flags: Any) -> None:
     """Make an importance matrix of SRC, a checkpoint's folder or a GGUF, one layer at a time.
 
+    SRC is on this machine; a repository on the Hub is fetched first, with `hf download`.
+
     The file has llama.cpp's form: `convert --imatrix` and llama-quantize read it.
     """
     # Here, as torch is an extra: the help works without it.

@@ -70,7 +70,7 @@ def transport_fault(error: httpx2.TransportError) -> Transient:
 def offline_fault(what: str) -> InputError:
     return InputError(
         f"{what} is not in the local cache, and offline mode is on (HF_HUB_OFFLINE)",
-        "unset HF_HUB_OFFLINE, or fetch it first with `hf download`",
+        "unset HF_HUB_OFFLINE, or fetch it first with `hf download`, and name the folder or file that it prints",
     )
 
 

@@ -134,8 +134,10 @@ def gather(paths: Sequence[str | os.PathLike[str]], *, as_you_go: bool = False) 
         models.append(model)
         warnings += more
     if not (models or reports or imatrices):
+        hint = "the files of the manifest are gone; if an earlier run published them, give --as-you-go again"
         raise UsageError(
-            f"there is nothing to publish in {', '.join(map(str, named))}", "name a folder with GGUF files"
+            f"there is nothing to publish in {', '.join(map(str, named))}",
+            hint if manifests else "name a folder with GGUF files",
         )
     _check_distinct(models)
     return Bundle(tuple(models), tuple(reports), imatrices[0] if imatrices else None, tuple(ignored), tuple(warnings))

@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event
 
 import httpx2
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import disable_progress_bars
 
@@ -98,6 +98,8 @@ class Target:
         Raises:
             InputError: it is not there, may not be seen, or the Hub cannot be reached.
         """
+        if constants.is_offline_mode():
+            raise self._offline()
         return open_repository(HubAddress(self.repo, self.branch), stop=self.stop, note=self.note)
 
     def create(self, *, private: bool) -> Repository:
@@ -225,6 +227,9 @@ class Target:
             except Exception as error:
                 patience.failed(self._sorted(error, "", commit=True))
 
+    def _offline(self) -> InputError:
+        return InputError(f"{self.repo}: offline mode is on (HF_HUB_OFFLINE)", "unset HF_HUB_OFFLINE to publish")
+
     def _patience(self, what: str) -> Patience:
         return Patience(f"{self.repo}/{what}", PATIENT_TRIES, self.stop, self.note)
 
@@ -242,9 +247,7 @@ class Target:
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, OfflineModeIsEnabled):
-                raise InputError(
-                    f"{self.repo}: offline mode is on (HF_HUB_OFFLINE)", "unset HF_HUB_OFFLINE to publish"
-                ) from None
+                raise self._offline() from None
             if isinstance(cause, HfHubHTTPError):
                 if commit and cause.response.status_code == _CONFLICT:
                     return Transient("somebody else has committed meanwhile")

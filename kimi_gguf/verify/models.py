@@ -55,7 +55,7 @@ def open_model(path: Path) -> OpenModel:
         stamp = " ".join(source.stamp(shard) for shard in range(len(source.shards)))
         return OpenModel(path, store, identity, checkpoint_vocabulary(source), stamp)
     if not path.is_file():
-        raise UsageError(f"there is no file or folder {path}", _how_to_name(path))
+        raise _missing(path)
     files = read_gguf_set(path)
     gguf = GgufStore(path)
     file_type = files.metadata.get("general.file_type")
@@ -65,15 +65,21 @@ def open_model(path: Path) -> OpenModel:
     return OpenModel(path, gguf, identity, gguf_vocabulary(path), stamp)
 
 
-def _how_to_name(path: Path) -> str:
-    """What to do about a name that nothing has; of a repository every layer is read, so it must be here first."""
-    # A path has lost one of the slashes of hf://.
-    parts = re.sub(r"^(hf:/|https:/(huggingface\.co|hf\.co)/)", "", str(path))
-    if parts == str(path) and not re.fullmatch(r"[\w.-]+/[\w.-]+(@.+)?", parts):
-        return "name a GGUF, or the folder of a checkpoint"
-    return (
-        "this verb reads local files only, not the Hub: name a GGUF or the folder of a checkpoint, and fetch a "
-        f"repository first: hf download {parts.partition('@')[0]} --local-dir FOLDER"
+def _missing(path: Path) -> UsageError:
+    """What to say of a name that nothing has; of a repository every layer is read, so it must be here first."""
+    # A path has lost one of the slashes of hf:// and https://.
+    text = re.sub(r"^(hf|https):/", r"\1://", str(path))
+    message = f"there is no file or folder {text}"
+    name = re.sub(r"^(hf://|https://(huggingface\.co|hf\.co)/)", "", text)
+    if name == text and not re.fullmatch(r"[\w.-]+/[\w.-]+(@.+)?", name):
+        return UsageError(message, "name a GGUF, or the folder of a checkpoint")
+    owner, _, rest = name.partition("/")
+    repo, _, inside = rest.partition("/")
+    only = f" --include '{inside}*'" if inside else ""
+    return UsageError(
+        f"{message}; this verb reads local files only, not the Hub",
+        "name a GGUF or the folder of a checkpoint; a repository is fetched first: "
+        f"hf download {owner}/{repo.partition('@')[0]}{only} --local-dir FOLDER",
     )
 
 
