@@ -239,17 +239,21 @@ def verdict(value: float, bar: float | None, at_least: bool) -> str:
 
 
 def print_errors(results: list[Result]) -> None:
-    print("\nError relative to ggml's encoder (sum of weight * error^2), optimum with free scales in brackets")
+    print(
+        "\nError relative to ggml's encoder, sum of weight * error^2; in brackets that of free scales, and ours over it"
+    )
     for result in results:
         weights = "equal weights" if result.sigma is None else f"importance sigma {result.sigma}"
         print(f"\n{result.qtype}, {weights}")
         for name, error in result.error.items():
-            best = f"[{result.optimum[name]:.4f}]" if name in result.optimum else ""
+            best = f"[{result.optimum[name]:.4f} {error / result.optimum[name]:.3f}]" if name in result.optimum else ""
             if result.qtype in EXACT:
                 note = verdict(result.exact[name], 0.99, at_least=True)
             else:
                 note = verdict(error, ERROR_BARS[result.sigma].get(result.qtype), at_least=False)
-            print(f"  {name:18} {error:8.4f} {best:9} exact blocks {result.exact[name]:8.4%}  {note}")
+            if name in result.optimum:
+                note += f", over the optimum {verdict(error / result.optimum[name], 1.05, at_least=False)}"
+            print(f"  {name:18} {error:8.4f} {best:14} exact blocks {result.exact[name]:8.4%}  {note}")
 
 
 def print_speeds(results: list[Result]) -> None:

@@ -38,7 +38,7 @@ KQ_INLINE int doubtful(const kq_codes *b, const kq_row *row, int64_t block, kq_t
     }
     if (few >= trust.few || 4 * few > used) return 1;
     if (few == 0 || b->widest < 3) return 0;
-    return error > 1.05f * least || least < 1e-5f * energy || error < 1e-3f * energy;
+    return error > 1.1f * least || least < 1e-5f * energy || error < 1e-3f * energy;
 }
 
 /* Counts the super-block in the statistics of the call. */
