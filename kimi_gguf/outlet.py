@@ -92,7 +92,7 @@ def opened_outlet(
 
     Raises:
         UsageError: flags that make no sense together.
-        InputError: there is no such repository.
+        InputError: there is no such repository, or a public one that should be private.
         OutputError: another process uploads there.
     """
     if repo is None:
@@ -100,6 +100,8 @@ def opened_outlet(
             raise UsageError("--as-you-go, --create and --private are about publishing", "give --publish owner/name")
         yield Outlet(source)
         return
+    if private and not create:
+        raise UsageError("--private is about a repository that is made", "give --create too, or drop it")
     # The Hub's client takes a while to load, and most commands do without it.
     from kimi_gguf.hub.budget import DiskBudget
     from kimi_gguf.hub.faults import NoRepository, NoRevision
@@ -119,6 +121,8 @@ def opened_outlet(
             target.look()
         except (NoRepository, NoRevision) as fault:
             raise type(fault)(fault.message, f"give --create to make it; else {fault.hint}") from None
+    elif private and (there := target.existing()) is not None:
+        target.check_private(there)
     imatrix = flags.get("imatrix")
     if not as_you_go:
 

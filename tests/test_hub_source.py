@@ -16,12 +16,14 @@ from hub_samples import REPO, SHARD_BYTES, ranges, write_folder
 from hub_server import TOKEN, HubServer
 from huggingface_hub import constants, snapshot_download
 
+from kimi_gguf import inspect
 from kimi_gguf.hub import retry, shard_store, transport
 from kimi_gguf.hub.address import HubAddress
 from kimi_gguf.hub.cache import open_cached_source
 from kimi_gguf.hub.retry import Stopped
 from kimi_gguf.hub.source import HubSource, open_hub_source
 from kimi_gguf.sources import resolve_source
+from kimi_gguf.verify.models import open_model
 from quant.errors import InputError, OutputError, UsageError
 
 FIRST = "model-00001-of-00003.safetensors"
@@ -273,7 +275,7 @@ def test_silence_is_a_timeout(hub: HubServer, opened: Open, monkeypatch: pytest.
 
 
 def test_no_hub_at_the_address(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="failed 6 times in a row, at last: connect error"):
+    with pytest.raises(InputError, match="failed 3 times in a row, at last: connect error"):
         open_hub_source(HubAddress(REPO), download_dir=tmp_path / "shards")
 
 
@@ -464,6 +466,26 @@ def test_a_mistyped_path_fails_soon_when_the_hub_cannot_be_reached(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match=r"no local folder ck/none; .* offline mode is on"):
         resolve_source("ck/none")
+
+
+@pytest.mark.parametrize(
+    ("name", "fetch"),
+    [
+        ("org/Kimi@main", "hf download org/Kimi --local-dir FOLDER"),
+        ("hf://org/Kimi/Q3_K_M", "hf download org/Kimi --include 'Q3_K_M*' --local-dir FOLDER"),
+        ("https://huggingface.co/org/Kimi", "hf download org/Kimi --local-dir FOLDER"),
+    ],
+)
+def test_verbs_that_take_local_paths_only_say_so_of_a_repository(name: str, fetch: str) -> None:
+    with pytest.raises(UsageError, match="reads local files only, not the Hub") as caught:
+        open_model(Path(name))
+    assert fetch in (caught.value.hint or "") and name in caught.value.message
+    with pytest.raises(UsageError) as caught:
+        open_model(Path("some/where/model.gguf"))
+    assert "Hub" not in caught.value.message
+    with pytest.raises(InputError) as unreadable:
+        inspect("org/Kimi")
+    assert "write hf://org/Kimi" in (unreadable.value.hint or "")
 
 
 def test_a_path_that_exists_wins_over_a_repository(

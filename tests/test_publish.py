@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from hub_environment import ENDPOINT, free_port
 from hub_samples import start_client, start_server, wait_for
-from hub_server import TOKEN, HubServer
+from hub_server import TOKEN, HubServer, Kind
 from hub_store import HubStore, sha256_of
+from huggingface_hub import constants
 from report_samples import make_report
 
 from kimi_gguf import convert, inspect, publish_model
@@ -191,6 +192,18 @@ def test_a_dry_run_shows_everything_and_writes_nothing(hub: HubServer, made: Pat
     assert run(["publish", str(made), REPO, "--dry-run", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert {f["state"] for f in value["files"]} == {"there"} and value["upload_bytes"] == 0
+
+
+def test_private_is_never_published_for_all_to_see(hub: HubServer, checkpoint: Path, made: Path) -> None:
+    with pytest.raises(UsageError, match="--private is about a repository that is made"):
+        publish_model(made, REPO, private=True)
+    hub.store.create(REPO)
+    for dry_run in (True, False):
+        with pytest.raises(InputError, match="is there and is public"):
+            publish_model(made, REPO, create=True, private=True, dry_run=dry_run)
+        with pytest.raises(InputError, match="is there and is public"):
+            convert(checkpoint, quant="MXFP4", outdir=made, publish=REPO, create=True, private=True, as_you_go=dry_run)
+    assert sent(hub) == []
 
 
 def test_a_branch_of_its_own(hub: HubServer, made: Path) -> None:
@@ -422,6 +435,11 @@ def test_as_you_go_each_file_has_its_commit_and_goes_when_the_hub_has_confirmed_
     before = commits(hub)
     publish_model(folder, REPO, as_you_go=True)
     assert commits(hub) == before
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match="offline mode is on") as offline:
+        publish_model(folder, REPO, as_you_go=True)
+    assert offline.value.hint == "unset HF_HUB_OFFLINE to publish"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     hub.store.commit(REPO, "main", "lost", {}, (next(iter(names)),))
     with pytest.raises(InputError, match=r"is missing, and .* on the Hub too"):
         publish_model(folder, REPO, as_you_go=True)
@@ -473,8 +491,9 @@ def test_as_you_go_killed_at_any_moment_every_file_is_here_or_on_the_hub(
     folder = shutil.copytree(made, tmp_path / "m")
     names = {p.name: sha256_of(p) for p in ggufs(folder)}
     flags = ("publish", folder, REPO, "--create", "--as-you-go")
-    moments = [("PUT /upload/", "hang", 0), ("PUT /upload/", "hang", 1), ("POST .*/commit/", "hang", 0)]
-    for match, kind, skip in [*moments, ("POST .*/commit/", "late", 0)]:
+    upload, commit = "PUT /upload/", "POST .*/commit/"
+    moments: list[tuple[str, Kind, int]] = [(upload, "hang", 0), (upload, "hang", 1), (commit, "hang", 0)]
+    for match, kind, skip in [*moments, (commit, "late", 0)]:
         fault = hub.fault(match, kind, seconds=3, skip=skip)
         client = start_client(*flags, endpoint=ENDPOINT, cwd=tmp_path, token=TOKEN)
         wait_for(lambda fault=fault: fault.times == 0)  # type: ignore[misc]

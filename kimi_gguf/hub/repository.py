@@ -53,13 +53,22 @@ class Repository:
         commit: that its revision stood for at that moment; everything is read from there.
         files: by path.
         transport: reads ranges of them.
+        private: whether only some may see it; None when the Hub does not say.
     """
 
-    def __init__(self, address: HubAddress, commit: str, files: Mapping[str, HubFile], transport: Transport) -> None:
+    def __init__(
+        self,
+        address: HubAddress,
+        commit: str,
+        files: Mapping[str, HubFile],
+        transport: Transport,
+        private: bool | None = None,
+    ) -> None:
         self.address = address
         self.commit = commit
         self.files = files
         self.transport = transport
+        self.private = private
 
     @property
     def origin(self) -> str:
@@ -163,4 +172,5 @@ def open_repository(
             sibling.blob_id,
             large.sha256 if large else None,
         )
-    return Repository(address, info.sha, files, Transport(address.repo, info.sha, stop=stop, note=note))
+    transport = Transport(address.repo, info.sha, stop=stop, note=note)
+    return Repository(address, info.sha, files, transport, info.private)

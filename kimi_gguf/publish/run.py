@@ -109,6 +109,8 @@ def publish_model(
         BelowBar: the required report is missing, about other bytes, or below its bars.
         OutputError: another process uploads there.
     """
+    if private and not create:
+        raise UsageError("--private is about a repository that is made", "give --create too, or drop it")
     address = repository_address(repo, revision)
     required = None if require is None else read_required(require)
     bundle = gather([paths] if isinstance(paths, str | os.PathLike) else paths, as_you_go=as_you_go)
@@ -121,6 +123,8 @@ def publish_model(
     target = Target(address.repo, address.revision, note=note)
     if dry_run:
         there = target.existing() if create else _must_exist(target)
+        if private and there:
+            target.check_private(there)
         uploads, quants = _uploads(bundle, there)
         return _publication(target, there, there, uploads, readme(address.repo, quants, there), bundle.warnings, None)
     with upload_lock(target.repo, target.branch):

@@ -106,7 +106,7 @@ class Target:
         """The branch as it is now, made first where it is missing.
 
         Raises:
-            InputError: it cannot be made.
+            InputError: it cannot be made; or it should be private, and is there for all to see.
         """
         patience = self._patience("")
         while (there := self.existing()) is None:
@@ -116,7 +116,21 @@ class Target:
                     self._api.create_branch(self.repo, branch=self.branch, exist_ok=True)
             except Exception as error:
                 patience.failed(self._sorted(error, ""))
+        if private:
+            self.check_private(there)
         return there
+
+    def check_private(self, there: Repository) -> None:
+        """Refuse to put into a public repository what is meant to be private.
+
+        Raises:
+            InputError: it is public.
+        """
+        if there.private is False:
+            raise InputError(
+                f"{self.repo} is there and is public; --private makes only a new repository private",
+                "make it private in its settings on the Hub, or drop --private",
+            )
 
     def check_card(self, card: Upload) -> None:
         """Have the Hub read the front matter of a model card, before anything is uploaded for it.
