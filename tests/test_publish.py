@@ -506,3 +506,29 @@ def test_as_you_go_killed_at_any_moment_every_file_is_here_or_on_the_hub(
     _, err = client.communicate(timeout=60)
     assert client.returncode == 0, err
     assert {n: files_of(hub)[f"MXFP4/{n}"] for n in names} == names and ggufs(folder) == []
+
+
+@pytest.mark.parametrize("files", [5, [3], [], [{"name": "a.gguf"}], ["../", "", "/etc/x.gguf", "../x.gguf", ".."]])
+def test_a_damaged_manifest_is_told_and_never_leads_out_of_its_folder(
+    hub: HubServer, other: Path, tmp_path: Path, files: Any
+) -> None:
+    (source,) = ggufs(other)
+    folder = shutil.copytree(other, tmp_path / "m")
+    path = folder / f"{source.name}.manifest.json"
+    document = json.loads(path.read_text())
+    names = files if isinstance(files, list) and files and isinstance(files[0], str) else [None]
+    for name in names:
+        document["files"] = files if name is None else [document["files"][0] | {"name": name}]
+        path.write_text(json.dumps(document))
+        for as_you_go in (True, False):
+            with pytest.raises(InputError, match="damaged or not whole"):
+                publish_model(folder, REPO, create=True, as_you_go=as_you_go)
+        document = json.loads((other / path.name).read_text())
+    assert sent(hub) == [] and ggufs(folder)
+    # The Hub's own copy of such a manifest is replaced.
+    publish_model(other, REPO, create=True)
+    document["files"] = files
+    entry = hub.store.entry("x.json", hub.store.put(json.dumps(document).encode()))
+    hub.store.commit(REPO, "main", "x", {f"Q4_K_M/{path.name}": entry})
+    publish_model(other, REPO)
+    assert json.loads(text_of(hub, f"Q4_K_M/{path.name}"))["files"] != files

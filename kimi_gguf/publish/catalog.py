@@ -85,8 +85,16 @@ def stale_paths(repository: Repository | None, ours: Sequence[QuantFacts], keep:
             if is_report(document) and not evaluated(document, facts.files):
                 stale.add(path)
             elif is_manifest(document):
-                stale.update({path, *(f"{inside}{file['name']}" for file in document["files"])})
+                stale.update({path, *(f"{inside}{name}" for name in _named(document))})
     return sorted(path for path in stale if path in repository.files and path not in keep)
+
+
+def _named(document: Mapping[str, Any]) -> list[str]:
+    """Files that a manifest names; none when it is damaged."""
+    try:
+        return [str(file["name"]) for file in document["files"]]
+    except (KeyError, TypeError):
+        return []
 
 
 def readme(repo: str, quants: Sequence[QuantFacts], repository: Repository | None) -> list[Upload]:

@@ -107,6 +107,7 @@ def gather(paths: Sequence[str | os.PathLike[str]], *, as_you_go: bool = False) 
                 ggufs[path] = None
         elif path.suffix == ".json" and (document := _json(path)) is not None:
             if is_manifest(document):
+                _check_manifest(path, document)
                 manifests[path] = document
             elif is_report(document):
                 reports.append((path, document))
@@ -171,13 +172,20 @@ def _json(path: Path) -> Any:
         return None
 
 
+def _check_manifest(path: Path, document: Mapping[str, Any]) -> None:
+    """Refuse a manifest that is not whole, or names anything but GGUF files beside it."""
+    try:
+        names = [file.name for file in facts_of(document).files]
+    except InputError:
+        names = []
+    if not names or not all(name.endswith(".gguf") and Path(name).name == name for name in names):
+        raise InputError(f"{path} is damaged or not whole", "convert the model again, or move it elsewhere")
+
+
 def _partly_gone(manifest: Path, document: Mapping[str, Any]) -> LocalModel | None:
     """The model of a manifest, when not all of its files are beside it; None when they are."""
     facts = facts_of(document)
-    named = [file.name for file in facts.files if Path(file.name).name == file.name]
-    paths = tuple(manifest.with_name(name) for name in named)
-    if len(paths) < len(facts.files) or not paths:
-        raise InputError(f"{manifest} is damaged: it names no files of a folder", "convert the model again")
+    paths = tuple(manifest.with_name(file.name) for file in facts.files)
     if all(path.is_file() for path in paths):
         return None
     sizes = [parse_gguf(path).file_size if path.is_file() else None for path in paths]
