@@ -74,6 +74,12 @@ FAULTS = {
     "no address": ('[[node]]\nname = "x"\nmemory = "1G"', "has no address"),
     "a worker without layers": (NODE + "layers = false", "nothing to do"),
     "no port": ('[[node]]\naddress = "a"\nmemory = "1G"', "is not a worker's address"),
+    **{
+        f"the host {host!r:.12}": (f'[[node]]\naddress = "{host}:1"\nmemory = "1G"', "is not a worker's address")
+        for host in ("a,b:1", "a b", "--help", "a..b", "a" * 64, "[::1]", "\uff15")
+    },
+    "digits that are not ASCII": ('[[node]]\naddress = "a:\uff15"\nmemory = "1G"', "is not a worker's address"),
+    "a number of thousands of digits": ("[[node]]\nhead = true\nmemory = " + "9" * 5000, "is not TOML"),
     "a head with an address": (NODE + "head = true", "no worker"),
     "two heads": ('[[node]]\nhead = true\nmemory="1G"\n[[node]]\nname="b"\nhead = true\nmemory="1G"', "both the head"),
     "two of a name": (NODE + 'name = "x"\n[[node]]\naddress="b:1"\nname = "x"\nmemory = "1G"', "the name 'x'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from kimi_gguf.cluster import doctor_sample
 from kimi_gguf.cluster.doctor import Diagnosis, cluster_doctor, report_text
 from kimi_gguf.cluster.doctor_sample import SampleRun, difference
 from kimi_gguf.cluster.errors import RuntimeFault
+from kimi_gguf.cluster.rpc import ask_worker
 from kimi_gguf.cluster.runtime import Runtime
 from kimi_gguf.cluster.side_port import SidePort, WorkerState
 from kimi_gguf.reference.oracle import CASES
@@ -40,11 +42,11 @@ def workers(runtime: Runtime, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield addresses
 
 
-def nodes_file(folder: Path, addresses: Sequence[str], memory: str = "1G") -> Path:
+def nodes_file(folder: Path, addresses: Sequence[str], memory: str | None = "1G") -> Path:
     """Nodes called a, b, ... at these addresses."""
     path = folder / "nodes.toml"
     tables = [
-        f'[[node]]\nname = "{chr(97 + i)}"\naddress = "{address}"\nmemory = "{memory}"\n'
+        f'[[node]]\nname = "{chr(97 + i)}"\naddress = "{address}"\n' + (f'memory = "{memory}"\n' if memory else "")
         for i, address in enumerate(addresses)
     ]
     path.write_text("\n".join(tables))
@@ -103,6 +105,29 @@ def test_each_bad_node_is_named_with_its_reason(workers: list[str], runtime: Run
     assert "restarting: it crashed" in named["g"]
     text = report_text(found)
     assert not found.healthy and text.count("FAIL") == 6 and text.splitlines()[0].startswith("ok    a")
+
+
+def test_nodes_without_memory_are_all_examined_though_one_cannot_be_asked(workers: list[str], tmp_path: Path) -> None:
+    (nobody,) = free_ports(1)
+    file = nodes_file(tmp_path, [f"127.0.0.1:{nobody}", workers[0]], memory=None)
+    model = CASES[0].make(tmp_path / "model.gguf")
+    for found in (cluster_doctor(nodes=file), cluster_doctor(model, nodes=file, context=512)):
+        assert faults(found).keys() == {"a"}
+        assert found.nodes[1].worker is not None
+    assert cluster_doctor(nodes=nodes_file(tmp_path, workers, memory=None), sample=False).healthy
+
+
+def test_a_machine_that_takes_no_connection_is_told_from_a_silent_worker() -> None:
+    with socket.socket() as full, ExitStack() as stack:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):
+            # What does not fit the queue is dropped, as behind a firewall.
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        with pytest.raises(RuntimeFault, match="cannot be reached"):
+            ask_worker(f"127.0.0.1:{full.getsockname()[1]}", (7, 0, 0), timeout=0.3)
 
 
 def test_a_worker_with_less_memory_than_stated_is_named(workers: list[str], tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from kimi_gguf.cli.serve import command
 from kimi_gguf.cluster.front import Front
 from kimi_gguf.cluster.runtime import Runtime
 from kimi_gguf.cluster.serve_flags import ServeOptions, checkpoints, server_arguments
+from kimi_gguf.cluster.serve_supervisor import SILENT_SECONDS, Heard
 from kimi_gguf.cluster.side_port import ask_side_port
 from kimi_gguf.cluster.small_http import fetch
 from quant.errors import KimiGgufError, UsageError
@@ -218,6 +219,15 @@ def test_flags_fit_the_model() -> None:
     assert placed[-5:] == ["-ts", "1,2", "-c", "300000", "-v"] and placed.count("-c") == 1
     # 8 states of 464.6 MB.
     assert checkpoints(k31) == 8
+
+
+def test_a_worker_that_was_heard_and_falls_silent_is_lost() -> None:
+    heard = Heard()
+    assert heard.silent(["a:1", "b:1"], {"a:1", "b:1"}, 0.0) is None
+    assert heard.silent(["a:1", "b:1"], {"a:1"}, SILENT_SECONDS - 1) is None
+    assert heard.silent(["a:1", "b:1"], {"a:1"}, SILENT_SECONDS) == "b:1"
+    assert heard.silent(["a:1", "b:1"], {"b:1"}, SILENT_SECONDS + 1) is None
+    assert heard.silent([], (), 9 * SILENT_SECONDS) is None
 
 
 def test_while_no_head_listens_requests_are_refused_with_a_reason() -> None:

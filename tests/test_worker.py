@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import threading
@@ -21,9 +22,11 @@ from kimi_gguf.cli.cluster import command as cluster
 from kimi_gguf.cluster.llama_engine import LlamaEngine
 from kimi_gguf.cluster.rpc import ask_worker, parse_endpoint
 from kimi_gguf.cluster.runtime import Runtime
-from kimi_gguf.cluster.side_port import LINK_BYTES, ask_side_port, measure_link
+from kimi_gguf.cluster.side_port import LINK_BYTES, WorkerState, ask_side_port, measure_link
 from kimi_gguf.cluster.small_http import SmallServer, fetch, json_answer
+from kimi_gguf.cluster.supervise import Program
 from kimi_gguf.cluster.tensor_cache import THRESHOLD, parse_layers, seed_cache
+from kimi_gguf.cluster.worker import watch
 from kimi_gguf.reference.gguf_maker import byte_text, make_gguf
 from kimi_gguf.reference.oracle import CASES
 from quant.errors import UsageError
@@ -102,6 +105,25 @@ def test_the_server_dies_with_a_killed_supervisor(runtime: Runtime, tmp_path: Pa
         kill(verb.process.pid)
         verb.process.wait(10)
         until("the server is gone", lambda: not alive(server), 10)
+
+
+def test_a_server_that_is_stopped_or_answers_nobody_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kimi_gguf.cluster.worker._CHECK_SECONDS", 0.0)
+    state = WorkerState("build", (7, 0, 0), "running")
+    program = Program(["sleep", "100"], os.environ, tmp_path / "log")
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+        endpoint = f"127.0.0.1:{port}"
+        assert watch(program, endpoint, state, threading.Event()) == "the server answers nobody"
+        os.kill(program.pid, signal.SIGSTOP)
+        until("it is stopped", lambda: program.halted)
+        assert watch(program, endpoint, state, threading.Event()) == "the server is stopped by a signal"
+    finally:
+        program.stop(0.1)
+    assert watch(program, endpoint, state, threading.Event()) is None
 
 
 @pytest.mark.runtime

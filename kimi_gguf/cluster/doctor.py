@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -96,14 +96,21 @@ def cluster_doctor(
     """
     started = time.monotonic()
     runtime = find()
-    machines = read_nodes(nodes)
+    unstated: set[str] = set()
+
+    def later(address: str) -> tuple[int, ...]:
+        # The examination asks, of all workers at once, and names those that do not answer.
+        unstated.add(address)
+        return (1,)
+
+    machines = read_nodes(nodes, ask=later)
     workers = [node for node in machines if node.address is not None]
     if not workers:
         raise UsageError(f"{os.fspath(nodes)} names no worker", 'give a node an address = "10.0.0.2:50052"')
-    placement = None if model is None else cluster_plan(model, nodes=nodes, context=context, parallel=parallel)
-    note(f"asking {len(workers)} workers")
+    placement = None if model is None else _placement(model, nodes, context, parallel, note)
+    note(f"asking {len(workers)} worker{'s' * (len(workers) > 1)}")
     with ThreadPoolExecutor(len(workers)) as pool:
-        reports = list(pool.map(lambda node: _examine(node, runtime, placement), workers))
+        reports = list(pool.map(lambda node: _examine(node, runtime, placement, unstated), workers))
     value: float | None = None
     faults: tuple[str, ...] = ()
     if sample and not any(report.faults for report in reports):
@@ -134,7 +141,22 @@ def report_text(found: Diagnosis) -> str:
     return "\n".join(lines)
 
 
-def _examine(node: Node, runtime: Runtime, placement: Placement | None) -> NodeReport:
+def _placement(
+    model: str | os.PathLike[str],
+    nodes: str | os.PathLike[str],
+    context: int,
+    parallel: int,
+    note: Callable[[str], None],
+) -> Placement | None:
+    """Where layers go; None when that depends on a worker that does not answer, which its examination says."""
+    try:
+        return cluster_plan(model, nodes=nodes, context=context, parallel=parallel)
+    except RuntimeFault as fault:
+        note(f"no shares of the model can be planned: {fault.message}")
+        return None
+
+
+def _examine(node: Node, runtime: Runtime, placement: Placement | None, unstated: Container[str]) -> NodeReport:
     address = str(node.address)
     report = NodeReport(node.name, address)
     try:
@@ -156,7 +178,8 @@ def _examine(node: Node, runtime: Runtime, placement: Placement | None) -> NodeR
         except (OSError, ValueError) as error:
             report = replace(report, warnings=(f"its link could not be measured: {error}",))
     slow = _slow(node, report)
-    return replace(report, faults=_memory_faults(node, report, placement), warnings=(*report.warnings, *slow))
+    faults = _memory_faults(node, report, placement, address not in unstated)
+    return replace(report, faults=faults, warnings=(*report.warnings, *slow))
 
 
 def _state_fault(state: WorkerState, runtime: Runtime) -> str | None:
@@ -176,20 +199,19 @@ def _state_fault(state: WorkerState, runtime: Runtime) -> str | None:
     return None
 
 
-def _memory_faults(node: Node, report: NodeReport, placement: Placement | None) -> tuple[str, ...]:
+def _memory_faults(node: Node, report: NodeReport, placement: Placement | None, stated: bool) -> tuple[str, ...]:
     if report.worker is None:
         return ()
     devices = report.worker.memory
-    if len(devices) != len(node.pools):
+    if stated and len(devices) != len(node.pools):
         return (f"it offers {len(devices)} devices, the file of nodes states {len(node.pools)}",)
     free = [_free_of(report, number) for number in range(len(devices))]
-    found = [
-        f"it has {_gigabytes(has)} free{_number(number, devices)}, the file of nodes states {_gigabytes(stated)}"
-        for number, (has, stated) in enumerate(zip(free, node.pools, strict=True))
-        if has < stated
-    ]
     if placement is None:
-        return tuple(found)
+        return tuple(
+            f"it has {_gigabytes(has)} free{_number(number, devices)}, the file of nodes states {_gigabytes(want)}"
+            for number, (has, want) in enumerate(zip(free, node.pools, strict=False))
+            if stated and has < want
+        )
     # The plan's needs are what counts when there is a plan.
     shares = [share for share in placement.shares if share.pool.node.address == node.address]
     return tuple(

@@ -112,7 +112,7 @@ def read_nodes(path: str | os.PathLike[str], *, ask: Ask = ask_memory) -> tuple[
         raise InputError(f"{file} has more than {_MAX_FILE:,} bytes", "a list of nodes is small")
     try:
         tree = tomllib.loads(data.decode("utf-8-sig"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{file} is not TOML: {error}", _EXAMPLE) from None
     return parse_nodes(tree, str(file), ask=ask)
 

@@ -6,6 +6,7 @@ Message: command u8, size u64, data; answer: size u64, data. HELLO is command 14
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import struct
@@ -21,6 +22,9 @@ _HELLO_ANSWER = struct.Struct("<3Bx24s")
 _MEMORY_ANSWER = struct.Struct("<QQ")
 _MAX_ANSWER = 1 << 16
 _MAX_DEVICES = 64
+_MAX_HOST = 253
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*")
+_PORT = re.compile(r"[0-9]{1,5}")
 
 _LOST = re.compile(r"RPC server (\S+) (?:crashed|was lost)|no usable RPC server at (\S+)")
 
@@ -48,10 +52,21 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
     Raises:
         UsageError: not of this form (llama.cpp takes IPv4 addresses and names alone).
     """
-    host, colon, port = endpoint.rpartition(":")
-    if not colon or not host or ":" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise UsageError(f"{endpoint!r} is not a worker's address", "write HOST:PORT, for example 10.0.0.2:50052")
+    host, _, port = endpoint.rpartition(":")
+    good = _HOST.fullmatch(host) and len(host) <= _MAX_HOST and _PORT.fullmatch(port)
+    if not good or not 0 < int(port) < 1 << 16:
+        raise UsageError(f"{endpoint!r:.80} is not a worker's address", "write HOST:PORT, for example 10.0.0.2:50052")
     return host, int(port)
+
+
+def check_free(host: str, port: int, hint: str) -> None:
+    """Raise ``UsageError`` with ``hint`` when ``port`` of this machine's address ``host`` cannot be listened on."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        # The text of the exception itself says the address once more.
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error
+        raise UsageError(f"{host}:{port} cannot be listened on: {why}", hint) from None
 
 
 def ask_worker(endpoint: str, expected: Version, *, timeout: float = 5.0) -> Worker:
@@ -67,8 +82,10 @@ def ask_worker(endpoint: str, expected: Version, *, timeout: float = 5.0) -> Wor
     """
     host, port = parse_endpoint(endpoint)
     deadline = time.monotonic() + timeout
+    connected = False
     try:
         with socket.create_connection((host, port), timeout) as connection:
+            connected = True
             protocol = _hello(_Talk(connection, deadline), endpoint, expected)
             talk = _Talk(connection, deadline)
             (count,) = struct.unpack("<I", talk.ask(_DEVICE_COUNT, b"", 4))
@@ -79,6 +96,11 @@ def ask_worker(endpoint: str, expected: Version, *, timeout: float = 5.0) -> Wor
                 for device in range(count)
             ]
     except TimeoutError:
+        if not connected:
+            raise RuntimeFault(
+                f"worker {endpoint} cannot be reached: no connection within {timeout:g} s",
+                "the machine is down, its address is another one, or a firewall drops what is sent there",
+            ) from None
         raise RuntimeFault(
             f"worker {endpoint} did not answer within {timeout:g} s",
             "it serves one client at a time: end the other one, or restart the worker",
@@ -109,7 +131,8 @@ class _Talk:
         self._connection.sendall(struct.pack("<BQ", command, len(data)) + data)
         (length,) = struct.unpack("<Q", self._read(8))
         if length != size:
-            raise EOFError(f"it answers command {command} with {min(length, _MAX_ANSWER)} bytes, expected {size}")
+            many = f"{length} bytes" if length <= _MAX_ANSWER else "what is no answer"
+            raise EOFError(f"it answers command {command} with {many}, expected {size} bytes")
         return self._read(size)
 
     def _read(self, size: int) -> bytes:

@@ -22,7 +22,7 @@ from kimi_gguf.cluster.front import LOCAL, Front
 from kimi_gguf.cluster.llama_engine import check_model
 from kimi_gguf.cluster.placement_flags import flags
 from kimi_gguf.cluster.placement_plan import cluster_plan
-from kimi_gguf.cluster.rpc import ask_worker
+from kimi_gguf.cluster.rpc import ask_worker, check_free
 from kimi_gguf.cluster.runtime import find
 from kimi_gguf.cluster.serve_flags import ServeOptions
 from kimi_gguf.cluster.serve_supervisor import Supervisor
@@ -99,7 +99,7 @@ def serve(
     runtime = find()
     files = read_gguf_set(Path(model))
     check_model(files.paths[0])
-    _check_free(host, port)
+    check_free(host, port, "choose another --port or --host")
     path = Path(log) if log is not None else cache_folder() / "logs" / f"serve-{port}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     tokens = _context(files, context)
@@ -176,12 +176,3 @@ def free_port() -> int:
     """A local port that nobody listens on just now."""
     with socket.create_server((LOCAL, 0)) as probe:
         return int(probe.getsockname()[1])
-
-
-def _check_free(host: str, port: int) -> None:
-    try:
-        socket.create_server((host, port)).close()
-    except OSError as error:
-        raise UsageError(
-            f"{host}:{port} cannot be listened on: {error.strerror or error}", "choose another --port or --host"
-        ) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
@@ -27,6 +27,23 @@ _WATCH_SECONDS = 5.0
 _HEALTH_SECONDS = 10.0
 _MISSED_CHECKS = 3
 _FAILED_STARTS = 5
+SILENT_SECONDS = 60.0
+
+
+class Heard:
+    """When workers were heard last: a machine or network that is gone breaks no connection for a long time."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+
+    def silent(self, known: Iterable[str], seen: Container[str], now: float) -> str | None:
+        """One of the ``known`` that was not among the ``seen`` for SILENT_SECONDS, at the time ``now``."""
+        for endpoint in known:
+            if endpoint in seen:
+                self._last[endpoint] = now
+            elif now - self._last.setdefault(endpoint, now) >= SILENT_SECONDS:
+                return endpoint
+        return None
 
 
 class Supervisor:
@@ -71,6 +88,7 @@ class Supervisor:
         self._note, self._status, self._stop = note, status, stop
         self._front, self._address = front, address
         self._instances: dict[str, int] = {}
+        self._heard = Heard()
 
     def run(self) -> int:
         """Start the head as often as needed; how often that was."""
@@ -79,7 +97,7 @@ class Supervisor:
         ever = False
         while not self._stop.is_set():
             starts += 1
-            self._instances = self._seen()
+            self._instances, self._heard = self._seen(), Heard()
             program = Program(self._command, self._environment, self._log)
             ready = False
             try:
@@ -89,6 +107,8 @@ class Supervisor:
                     self._note(self._ready(starts, time.monotonic() - program.started))
                     reason = self._watch(program, starts)
             finally:
+                if self._stop.is_set():
+                    self._front.shut("the service was stopped")
                 said = program.last_words() if not program.running else ""
                 program.stop()
             if reason is None:
@@ -137,7 +157,10 @@ class Supervisor:
             missed = 0 if busy is not None else missed + 1
             if missed >= _MISSED_CHECKS:
                 return f"the server did not answer {missed} health checks of {_HEALTH_SECONDS:g} s"
-            for endpoint, instance in self._seen().items():
+            seen = self._seen()
+            if lost := self._heard.silent(self._instances, seen, time.monotonic()):
+                return f"worker {lost} has not answered at its side port for {SILENT_SECONDS:g} s"
+            for endpoint, instance in seen.items():
                 if self._instances.setdefault(endpoint, instance) != instance:
                     return f"worker {endpoint} was restarted, the weights it held are gone"
             again = f", {starts - 1} restarts" if starts > 1 else ""

@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+GRACE_SECONDS = 10.0
+
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 1 << 15
 _TAIL_LINES = 12
@@ -70,6 +72,15 @@ class Program:
         return self._process.poll() is None
 
     @property
+    def halted(self) -> bool:
+        """Whether the process was stopped by a signal or a debugger; False where this cannot be told."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in "Tt"
+
+    @property
     def ending(self) -> str:
         """How the process ended, as words that follow its name."""
         status = self._process.poll()
@@ -79,7 +90,7 @@ class Program:
             return f"was ended by {signal.Signals(-status).name}"
         return f"ended with status {status}"
 
-    def stop(self, grace: float = 10.0) -> None:
+    def stop(self, grace: float = GRACE_SECONDS) -> None:
         """End the process and whatever it started: politely, and after ``grace`` seconds for certain."""
         self._signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):

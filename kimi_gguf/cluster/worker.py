@@ -17,16 +17,20 @@ from typing import Any
 
 from kimi_gguf.cache import cache_folder
 from kimi_gguf.cluster.errors import RuntimeFault
-from kimi_gguf.cluster.rpc import ask_worker, parse_endpoint
+from kimi_gguf.cluster.rpc import ask_worker, check_free, parse_endpoint
 from kimi_gguf.cluster.runtime import Runtime, find
 from kimi_gguf.cluster.side_port import SidePort, WorkerState, has_client
-from kimi_gguf.cluster.supervise import Backoff, Program, stop_on_signals
+from kimi_gguf.cluster.supervise import GRACE_SECONDS, Backoff, Program, stop_on_signals
 from kimi_gguf.cluster.tensor_cache import parse_layers, seed_cache
 from quant.errors import UsageError
 
 DEFAULT_BIND = "127.0.0.1:50052"
 _START_SECONDS = 60.0
 _POLL_SECONDS = 0.2
+_CHECK_SECONDS = 5.0
+_MISSED_CHECKS = 3
+# The server logs each client.
+_CHECKS_PER_QUESTION = 6
 
 _RISK = """\
 {host} is not loopback. Whoever can reach port {port} there can run computations on this machine, read and overwrite
@@ -87,7 +91,7 @@ def cluster_worker(
     path = Path(log) if log is not None else cache_folder() / "logs" / f"worker-{port}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     for number in (port, port + 1):
-        _check_free(host, number)
+        check_free(host, number, "choose another port with --bind (the side port is the next one), or end what uses it")
     folder = _cache_folder(cache, seed)
     started = time.monotonic()
     with stop_on_signals() as stop:
@@ -130,6 +134,7 @@ class _Supervisor:
         """Start the server as often as needed; how often that was."""
         backoff = Backoff()
         ready = False
+        hung: str | None = None
         while not stop.is_set():
             state = replace(state, instance=state.instance + 1)
             self._side.update(state)
@@ -141,11 +146,10 @@ class _Supervisor:
                     self._side.update(state)
                     self._note(self._ready(state))
                     ready = True
-                while program.running and not stop.wait(_POLL_SECONDS):
-                    pass
+                hung = watch(program, self._endpoint, state, stop)
                 if stop.is_set():
                     break
-                reason = f"the server {program.ending}"
+                reason = hung or f"the server {program.ending}"
                 if not ready:
                     raise RuntimeFault(
                         f"{self._endpoint}: {reason}{program.last_words()}", f"its output is in {self._log}"
@@ -155,7 +159,8 @@ class _Supervisor:
                 self._side.update(state)
                 self._note(f"{reason}; starting it again in {wait:g} s")
             finally:
-                program.stop()
+                # What hangs hears no polite signal.
+                program.stop(0.5 if hung else GRACE_SECONDS)
             stop.wait(wait)
         self._side.update(replace(state, state="stopped"))
         return state.instance
@@ -184,6 +189,41 @@ class _Supervisor:
         return f"worker at {self._endpoint}{again}, memory {memory}; {where}"
 
 
+def watch(program: Program, endpoint: str, state: WorkerState, stop: Event) -> str | None:
+    """Return when the server at ``endpoint`` ended or is to; why, when it runs but is of no use.
+
+    It serves one client at a time, so it is asked only while it has none: what hangs with a head is freed by that
+    head's own limit.
+    """
+    _, port = parse_endpoint(endpoint)
+    missed, checks, why = 0, 0, ""
+    checked = time.monotonic()
+    while program.running and not stop.wait(_POLL_SECONDS):
+        if time.monotonic() - checked < _CHECK_SECONDS:
+            continue
+        checks += 1
+        asks = (missed or checks % _CHECKS_PER_QUESTION == 0) and has_client(port) is False
+        if program.halted:
+            missed, why = missed + 1, "is stopped by a signal"
+        elif asks and not _answers(endpoint, state):
+            missed, why = missed + 1, "answers nobody"
+        else:
+            missed = 0
+        if missed >= _MISSED_CHECKS:
+            return f"the server {why}"
+        checked = time.monotonic()
+    return None
+
+
+def _answers(endpoint: str, state: WorkerState) -> bool:
+    try:
+        ask_worker(endpoint, state.protocol)
+    except RuntimeFault:
+        # A head came between.
+        return has_client(parse_endpoint(endpoint)[1]) is not False
+    return True
+
+
 def _check_bind(host: str, port: int, insecure: bool, warn: Callable[[str], None]) -> None:
     if port > 65534:
         raise UsageError(f"port {port} leaves none for the side port", "choose a lower port")
@@ -207,16 +247,6 @@ def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
     except OSError as error:
         raise UsageError(f"{host} is no address of this machine: {error}", "write --bind ADDRESS:PORT") from None
     return [ipaddress.ip_address(str(entry[4][0])) for entry in found]
-
-
-def _check_free(host: str, port: int) -> None:
-    try:
-        socket.create_server((host, port)).close()
-    except OSError as error:
-        raise UsageError(
-            f"{host}:{port} cannot be listened on: {error.strerror or error}",
-            "choose another port with --bind (the side port is the next one), or end what uses it",
-        ) from None
 
 
 def _cache_folder(cache: str | os.PathLike[str] | None, seed: str | os.PathLike[str] | None) -> Path | None:
