@@ -348,7 +348,7 @@ def test_what_another_set_of_the_same_quant_left_is_removed(
     assert inside == {f"MXFP4/{STEM}.gguf", f"MXFP4/{STEM}.gguf.manifest.json", "MXFP4/mine.gguf"}
 
 
-@pytest.mark.parametrize("case", ["missing", "no report", "other bytes", "no hashes", "below"])
+@pytest.mark.parametrize("case", ["missing", "no report", "damaged", "other bytes", "no hashes", "below"])
 def test_the_gate_refuses_with_code_3(
     hub: HubServer, made: Path, other: Path, tmp_path: Path, capsys: Any, case: str
 ) -> None:
@@ -359,6 +359,8 @@ def test_the_gate_refuses_with_code_3(
         write_report(path, other)
     elif case == "no hashes":
         write_report(path, made, model_files={})
+    elif case == "damaged":
+        write_report(path, made, below_bar=None)
     elif case == "below":
         write_report(path, made, below_bar=["--max-kld 0.01: the value is 0.02"])
     assert run(["publish", str(made), REPO, "--create", "--require", str(path)]) == BelowBar.exit_code
@@ -370,6 +372,21 @@ def test_the_gate_refuses_with_code_3(
 def test_what_the_gate_lets_through_is_published_with_its_report(hub: HubServer, made: Path, tmp_path: Path) -> None:
     publish_model(made, REPO, create=True, require=write_report(tmp_path / "report.json", made))
     assert json.loads(text_of(hub, f"MXFP4/{STEM}.eval.json"))["model_files"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"model_files": {"a": []}}, {"output": 5}, {"routing": []}, {"tokens": "x"}, {"flags": 3}, {"baseline": "b"}],
+)
+def test_a_damaged_report_is_told(hub: HubServer, made: Path, tmp_path: Path, damage: dict[str, Any]) -> None:
+    path = write_report(tmp_path / "r.json", made, **damage)
+    with pytest.raises(InputError, match="damaged: no whole eval report"):
+        publish_model([made, path], REPO, create=True)
+    publish_model(made, REPO, create=True)
+    entry = hub.store.entry("x.json", hub.store.put(path.read_bytes()))
+    hub.store.commit(REPO, "main", "x", {f"MXFP4/{STEM}.eval.json": entry})
+    publish_model(made, REPO)
+    assert f"MXFP4/{STEM}.eval.json" not in files_of(hub)
 
 
 def test_a_report_may_come_later_and_alone(hub: HubServer, made: Path, other: Path, tmp_path: Path) -> None:

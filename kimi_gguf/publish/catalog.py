@@ -9,7 +9,7 @@ from typing import Any
 from convert.output import MANIFEST
 from kimi_gguf.hub.repository import Repository
 from kimi_gguf.publish.card import card
-from kimi_gguf.publish.facts import QuantFacts, evaluated, facts_of, is_manifest, is_report, read_manifest
+from kimi_gguf.publish.facts import QuantFacts, evaluated, facts_of, is_manifest, is_report, is_sound, read_manifest
 from kimi_gguf.publish.local import EVAL
 from kimi_gguf.publish.regions import merge_regions, split_front_matter
 from kimi_gguf.publish.target import Upload, small
@@ -47,7 +47,7 @@ def _reports(repository: Repository, folder: str) -> list[Mapping[str, Any]]:
                 document = json.loads(repository.read_whole(path))
             except ValueError:
                 continue
-            if is_report(document):
+            if is_report(document) and is_sound(document):
                 reports.append(document)
     return reports
 
@@ -82,7 +82,7 @@ def stale_paths(repository: Repository | None, ours: Sequence[QuantFacts], keep:
                 document = json.loads(repository.read_whole(path))
             except ValueError:
                 continue
-            if is_report(document) and not evaluated(document, facts.files):
+            if is_report(document) and not (is_sound(document) and evaluated(document, facts.files)):
                 stale.add(path)
             elif is_manifest(document):
                 stale.update({path, *(f"{inside}{name}" for name in _named(document))})

@@ -153,6 +153,21 @@ def is_report(document: object) -> bool:
     return isinstance(document, dict) and document.get("kind") == "kimi-gguf eval"
 
 
+def is_sound(report: Mapping[str, Any]) -> bool:
+    """Whether everything that the card and the gate read in an eval report has the form that ``eval`` gives it."""
+    hashes, baseline, flags = report.get("model_files"), report.get("baseline"), report.get("flags")
+    return (
+        (hashes is None or (isinstance(hashes, dict) and all(isinstance(h, str) for h in hashes.values())))
+        and isinstance(report.get("tokens"), int)
+        and isinstance(report.get("text_name"), str)
+        and isinstance(baseline, dict)
+        and isinstance(baseline.get("label"), str)
+        and all(isinstance(report.get(part), dict | None) for part in ("output", "routing"))
+        and isinstance(flags, list | None)
+        and isinstance(report.get("below_bar"), list)
+    )
+
+
 def evaluated(report: Mapping[str, Any], files: Sequence[PublishedFile]) -> bool:
     """Whether ``report`` is about exactly these files."""
     hashes = report.get("model_files")

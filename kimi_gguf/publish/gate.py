@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kimi_gguf.publish.facts import QuantFacts, evaluated, is_report
+from kimi_gguf.publish.facts import QuantFacts, evaluated, is_report, is_sound
 from quant.errors import BelowBar
 
 _HOW = "make one: kimi-gguf eval MODEL --baseline BASE --text FILE --report FILE.json, with the bars it must hold"
@@ -28,6 +28,8 @@ def read_required(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         document = None
     if not is_report(document):
         raise BelowBar(f"{path} is no eval report", _HOW)
+    if not is_sound(document):
+        raise BelowBar(f"{path} is damaged: no whole eval report", _HOW)
     found: Mapping[str, Any] = document
     return found
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from convert.output import JOURNAL, MANIFEST, PARTIAL
-from kimi_gguf.publish.facts import QuantFacts, facts_of, is_manifest, is_report, without_paths
+from kimi_gguf.publish.facts import QuantFacts, facts_of, is_manifest, is_report, is_sound, without_paths
 from kimi_gguf.publish.target import ADVISED_FILE, LARGEST_FILE, Upload, small
 from kimi_gguf.sizes import human_bytes
 from quant.errors import InputError, OutputError, UsageError
@@ -110,6 +110,8 @@ def gather(paths: Sequence[str | os.PathLike[str]], *, as_you_go: bool = False) 
                 _check_manifest(path, document)
                 manifests[path] = document
             elif is_report(document):
+                if not is_sound(document):
+                    raise InputError(f"{path} is damaged: no whole eval report", "evaluate again, or move it elsewhere")
                 reports.append((path, document))
             else:
                 ignored.append(path)
