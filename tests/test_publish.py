@@ -549,3 +549,20 @@ def test_a_damaged_manifest_is_told_and_never_leads_out_of_its_folder(
     hub.store.commit(REPO, "main", "x", {f"Q4_K_M/{path.name}": entry})
     publish_model(other, REPO)
     assert json.loads(text_of(hub, f"Q4_K_M/{path.name}"))["files"] != files
+
+
+@pytest.mark.parametrize("damage", [{"settings": []}, {"dimensions": {"kda_heads": 1}}, {"tool": 3}, {"warnings": 5}])
+def test_a_manifest_that_the_card_cannot_be_made_of_is_told_here_and_passed_over_there(
+    hub: HubServer, made: Path, other: Path, tmp_path: Path, damage: dict[str, Any]
+) -> None:
+    folder = shutil.copytree(other, tmp_path / "m")
+    path = next(folder.glob("*.manifest.json"))
+    whole = json.loads(path.read_text())
+    path.write_text(json.dumps(whole | damage))
+    with pytest.raises(InputError, match="damaged or not whole"):
+        publish_model(folder, REPO, create=True)
+    publish_model(other, REPO, create=True)
+    entry = hub.store.entry("x.json", hub.store.put(path.read_bytes()))
+    hub.store.commit(REPO, "main", "x", {f"Q4_K_M/{path.name}": entry})
+    publish_model(made, REPO)
+    assert "[MXFP4]" in text_of(hub, "README.md") and "[Q4_K_M]" not in text_of(hub, "README.md")

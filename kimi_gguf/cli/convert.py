@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.option("--publish", metavar="REPO", help="Publish the result in this repository (owner/name) on the Hub.")
 @click.option("--as-you-go", is_flag=True, help="Publish each file when it is complete, and remove it here.")
 @click.option("--create", is_flag=True, help="Make the repository to publish in, if it is missing.")
-@click.option("--private", is_flag=True, help="Make it private.")
+@click.option("--private", is_flag=True, help="Make it private; refuse one that is there and public.")
 @click.option("--threads", type=int, metavar="N", help="Workers; all processors that may be used without it.")
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
 @click.option("--overwrite", is_flag=True, help="Replace finished files, and what an earlier run left half done.")

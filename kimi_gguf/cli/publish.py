@@ -15,7 +15,7 @@ from kimi_gguf.sizes import human_bytes
 @click.command()
 @click.argument("paths", nargs=-1, required=True)
 @click.argument("repo")
-@click.option("--private", is_flag=True, help="Make the repository private, if it is made.")
+@click.option("--private", is_flag=True, help="Make it private; refuse a repository that is there and public.")
 @click.option("--create", is_flag=True, help="Make the repository, or the branch, if it is missing.")
 @click.option("--revision", metavar="BRANCH", help="The branch; main without it.")
 @click.option(

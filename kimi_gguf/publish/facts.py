@@ -110,6 +110,13 @@ class QuantFacts:
         return ContextMemory(d["kda_layers"] * state * 4, per_token * 2, d["context_length"])
 
 
+_PARTS = ("settings", "source", "tool", "model", "dimensions")
+_DIMENSIONS = (
+    "kda_heads", "kda_head_dim", "kda_conv_kernel", "kda_layers", "mla_layers", "mla_latent", "indexer_layers",
+    "indexer_head_dim", "context_length",
+)  # fmt: skip
+
+
 def read_manifest(data: bytes, where: str) -> dict[str, Any]:
     """A manifest as plain values.
 
@@ -142,7 +149,13 @@ def facts_of(document: Mapping[str, Any], reports: Sequence[Mapping[str, Any]] =
             SizedTensor(parse_type(t["type"]), math.prod(t["shape"]), t["bytes"], bool(t.get("experts")))
             for t in document["tensors"]
         )
-    except (KeyError, TypeError, ValueError):
+        if not all(isinstance(document.get(part), dict | None) for part in _PARTS):
+            raise TypeError
+        if isinstance(dimensions := document.get("dimensions"), dict):
+            sum(int(dimensions[name]) for name in _DIMENSIONS)
+        if not isinstance(document.get("warnings"), list | None):
+            raise TypeError
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise InputError(f"the manifest of {document.get('quant')} is not whole", "finish the conversion") from None
     fitting = [report for report in reports if evaluated(report, files)]
     best = max(fitting, key=lambda report: report.get("tokens") or 0, default=None)
