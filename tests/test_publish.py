@@ -90,7 +90,8 @@ def ggufs(folder: Path) -> list[Path]:
 
 def write_report(path: Path, folder: Path, **changes: Any) -> Path:
     """An eval report about the files of a folder."""
-    report = replace(make_report(), model_files={p.name: sha256_of(p) for p in ggufs(folder)})
+    hashes = {p.name: sha256_of(p) for p in ggufs(folder)}
+    report = replace(make_report(), model_files=hashes, bars={"--max-kld": 0.01})
     path.write_text(json.dumps(report.to_dict() | changes))
     return path
 
@@ -348,7 +349,7 @@ def test_what_another_set_of_the_same_quant_left_is_removed(
     assert inside == {f"MXFP4/{STEM}.gguf", f"MXFP4/{STEM}.gguf.manifest.json", "MXFP4/mine.gguf"}
 
 
-@pytest.mark.parametrize("case", ["missing", "no report", "damaged", "other bytes", "no hashes", "below"])
+@pytest.mark.parametrize("case", ["missing", "no report", "damaged", "other bytes", "no hashes", "no bars", "below"])
 def test_the_gate_refuses_with_code_3(
     hub: HubServer, made: Path, other: Path, tmp_path: Path, capsys: Any, case: str
 ) -> None:
@@ -361,10 +362,17 @@ def test_the_gate_refuses_with_code_3(
         write_report(path, made, model_files={})
     elif case == "damaged":
         write_report(path, made, below_bar=None)
+    elif case == "no bars":
+        write_report(path, made, bars={})
     elif case == "below":
         write_report(path, made, below_bar=["--max-kld 0.01: the value is 0.02"])
     assert run(["publish", str(made), REPO, "--create", "--require", str(path)]) == BelowBar.exit_code
-    words = {"missing": "cannot be read", "other bytes": "other bytes than MXFP4", "below": "--max-kld 0.01"}
+    words = {
+        "missing": "cannot be read",
+        "other bytes": "other bytes than MXFP4",
+        "below": "--max-kld 0.01",
+        "no bars": "sets no bars",
+    }
     assert words.get(case, "report") in capsys.readouterr().err
     assert not list((hub.store.root / "repos").iterdir())
 

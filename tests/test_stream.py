@@ -134,6 +134,7 @@ def test_rounding_shows_in_every_measure(pair: tuple[Path, Path], files: Callabl
     errors = [layer.hidden_error.value for layer in report.layers if layer.hidden_error is not None]
     assert len(errors) == 5 and all(0 < error < 2 for error in errors)
     assert [sentence.split()[0] for sentence in report.below_bar] == ["--min-routing", "--max-kld"]
+    assert report.bars.keys() >= {"--min-routing", "--max-kld"}
     forced = evaluate(files("Q4_K_M"), baseline=pair[0], text=pair[1], context=CONTEXT, tokens=200, teacher_forced=True)
     own = [layer.hidden_error.value for layer in forced.layers if layer.hidden_error is not None]
     # Layer 0 inherits no more than the embedding's error; the last inherits that of all layers before.

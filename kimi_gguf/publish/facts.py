@@ -178,6 +178,7 @@ def is_sound(report: Mapping[str, Any]) -> bool:
         and all(isinstance(report.get(part), dict | None) for part in ("output", "routing"))
         and isinstance(flags, list | None)
         and isinstance(report.get("below_bar"), list)
+        and isinstance(report.get("bars"), dict | None)
     )
 
 

@@ -52,6 +52,11 @@ def check_required(report: Mapping[str, Any], models: Sequence[QuantFacts], wher
                 else f"it names {len(hashes)} files, {model.quant} has {len(model.files)}"
             )
             raise BelowBar(f"{where} is about other bytes than {model.quant}: {what}", _HOW)
+    if not report.get("bars"):
+        raise BelowBar(
+            f"{where} sets no bars, so it cannot pass them",
+            "run kimi-gguf eval again with --min-routing, --max-kld ...",
+        )
     missed = report.get("below_bar")
     if missed:
         raise BelowBar(f"{where} is below its bars: {'; '.join(map(str, missed))}", "choose a larger --quant")

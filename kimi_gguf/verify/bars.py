@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from kimi_gguf.verify.result import EvalReport
 from quant.errors import UsageError
@@ -38,6 +38,10 @@ class Bars:
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise UsageError(f"{_flag(name)} {value} is not a number from 0 on")
+
+    def stated(self) -> dict[str, float]:
+        """The bars that are set, by name of their flag."""
+        return {_flag(name): value for name, value in asdict(self).items() if value is not None}
 
     def missed(self, report: EvalReport) -> tuple[str, ...]:
         """The bars that ``report`` misses, as sentences; one that cannot be measured is missed."""

@@ -176,7 +176,8 @@ def evaluate(
         settings={"preset": preset or "official", **settings},
         model_files=hashes,
     )
-    return replace(report, below_bar=(bars or Bars()).missed(report))
+    wanted = bars or Bars()
+    return replace(report, bars=wanted.stated(), below_bar=wanted.missed(report))
 
 
 def record(

@@ -156,6 +156,7 @@ class EvalReport:
         routing: over all MoE layers; None when no layer has one.
         missing: measures that could not be taken, with the reason.
         flags: findings that a reader must see, for example a first chunk over twice the baseline's perplexity.
+        bars: the bars that were set, by name of their flag.
         below_bar: the bars that were missed, as sentences; empty when all hold.
         settings: engine settings worth keeping (device, precision, batch, presets).
         model_files: SHA-256 of each file of the model by name, when it is a GGUF: what ``publish --require`` compares.
@@ -179,6 +180,7 @@ class EvalReport:
     seconds: float
     missing: dict[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
+    bars: dict[str, float] = field(default_factory=dict)
     below_bar: tuple[str, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     model_files: dict[str, str] = field(default_factory=dict)
