@@ -296,6 +296,9 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(model: Path, runt
     with socket.create_server(("127.0.0.1", 0)) as taken:
         error = fault("--port", str(taken.getsockname()[1]))
     assert isinstance(error, UsageError) and "cannot be listened on" in error.message
+    for flag in ("--load-timeout", "--worker-timeout", "--give-up"):
+        assert "is no limit in seconds" in fault("--port", str(port), flag, "nan").message
+    assert "cannot go to llama-server" in fault("--port", str(port), "--", "--host", "0.0.0.0").message
     wrong = tmp_path / "wrong.gguf"
     wrong.write_bytes(model.read_bytes()[:-1000])
     cut = CliRunner().invoke(command, [str(wrong), "--port", str(port)])

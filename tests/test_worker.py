@@ -172,6 +172,11 @@ def test_every_interface_is_refused(address: str, runtime: Runtime) -> None:
     assert "--insecure-bind" in str(done.exception)
 
 
+def test_layers_of_no_model_are_refused() -> None:
+    done = CliRunner().invoke(cluster, ["worker", "--seed-layers", "0-3"])
+    assert isinstance(done.exception, UsageError) and "--seed" in str(done.exception)
+
+
 def test_a_port_in_use_is_named(runtime: Runtime) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -38,6 +38,10 @@ WORKER_SECONDS = 600.0
 _LOOPBACK = ("127.0.0.1", "localhost")
 # What loading takes at least, and a rate that any disk and most links exceed.
 _LOAD_SECONDS = 120.0
+_MOST_SECONDS = 1_000_000
+
+# Of llama-server's, those that would move the head out of its supervisor's sight.
+_OWN_FLAGS = ("--host", "--port", "--rpc", "--api-prefix", "--ssl-key-file", "--ssl-cert-file")
 _LOAD_RATE = 25e6
 
 
@@ -96,6 +100,16 @@ def serve(
         InputError: the file is damaged, or no model of ours.
         RuntimeFault: a worker does not answer, or the head does not start or stay; says why.
     """
+    limits = {"--load-timeout": load_timeout, "--worker-timeout": worker_timeout, "--give-up": give_up}
+    for flag, seconds in limits.items():
+        if seconds is not None and not 1 <= seconds <= _MOST_SECONDS:
+            raise UsageError(f"{flag} {seconds:g} is no limit in seconds", f"give 1 to {_MOST_SECONDS:,}")
+    for word in extra:
+        if word.partition("=")[0] in _OWN_FLAGS:
+            raise UsageError(
+                f"{word} cannot go to llama-server: the head listens where its supervisor expects it",
+                "give serve's own --host, --port and --rpc before the --; for TLS or a prefix put a proxy in front",
+            )
     runtime = find()
     files = read_gguf_set(Path(model))
     check_model(files.paths[0])

@@ -87,6 +87,9 @@ def cluster_worker(
     """
     host, port = parse_endpoint(bind)
     _check_bind(host, port, insecure_bind, warn)
+    if seed_layers is not None and seed is None:
+        raise UsageError("--seed-layers chooses layers of --seed, which is missing", "name a GGUF with --seed")
+    layers = None if seed_layers is None else parse_layers(seed_layers)
     runtime = find()
     path = Path(log) if log is not None else cache_folder() / "logs" / f"worker-{port}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +99,6 @@ def cluster_worker(
     started = time.monotonic()
     with stop_on_signals() as stop:
         if seed is not None and folder is not None:
-            layers = None if seed_layers is None else parse_layers(seed_layers)
             note(f"filling the tensor cache {folder} from {seed}")
             done = seed_cache(Path(seed), folder / "rpc", layers=layers, step=step, stop=stop)
             note(f"the cache holds {done.nbytes:,} bytes of {done.tensors} tensors, {done.written:,} of them new")
