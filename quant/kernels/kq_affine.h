@@ -1,20 +1,22 @@
 /* The search for formats with a scale and a minimum per sub-block: Q4_K and Q2_K. Included once per type and
  * instruction set, after these are defined: SUBS, sub-blocks of a super-block; TOP, the largest quant; INDEX_TOP, the
  * largest index of a scale or minimum; CLASSES, CLASSES_WEIGHTED and TRIALS, its tables; MOST_GROUPS, 2 if with
- * importance the range of the codes that matter has lattices of its own, else 1.
+ * importance the range of the codes that matter has lattices of its own, else 1; SHIFTS, whether fits moved by a quant
+ * are kept too.
  *
  * 1. Each sub-block: 128 starting lattices, 16 scales with 8 minima, are priced by table look-up. The best minimum of
  *    each scale gives a rounding of the codes, for which least squares gives the best real scale and minimum. The two
- *    best are kept. The error of other scales and minima under the same rounding is a known parabola.
+ *    best are kept; in Q4_K, where ranges often leave quants unused, also the best one moved by one quant. The error of
+ *    other scales and minima under the same rounding is a known parabola.
  * 2. The super-block: 32 values of d are priced by these parabolas, minima left free; the best of them, with 16
- *    values of dmin each, with the minima rounded too. The best pair, which also fixes all indices, is refitted.
+ *    values of dmin each, with the minima rounded too. The best pairs, which also fix all indices, are refitted.
  * 3. The codes are rounded to the lattices found, and the error is measured.
  */
 #include "kq_codes.h"
 #include "kq_doubt.h"
 #include "kq_fit.h"
 
-enum { SCALE_TRIALS = 32, MIN_TRIALS = 16, RANKS = 2, ENTRIES = 16 * RANKS };
+enum { SCALE_TRIALS = 32, MIN_TRIALS = 16, RANKS = SHIFTS ? 3 : 2, ENTRIES = 16 * RANKS };
 
 
 /* The kept fits of all sub-blocks, in units of the super-block: entry 16 * k + j is the one of rank k of sub-block j.
@@ -89,7 +91,26 @@ KQ_INLINE void fit_sub_block(const kq_codes *b, int j, const kq_affine_class *st
     }
 }
 
-/* Keeps the RANKS best of `groups` * 16 fits that differ; two of equal error are the same rounding, or as good. */
+/* The best fit of sub-block j moved by one quant, where that keeps all codes in range: as good, with another minimum.
+ * Becomes entry e. */
+KQ_INLINE int shift_fit(const kq_codes *b, int j, int e, kq_fits *out) {
+    uint32_t positive = (b->present[j] & 0xfe) | 1, negative = (b->present[j] >> 8 & 0xfe) | 1;
+    float high = level_of[31 - __builtin_clz(positive)] * b->unit[j];
+    float low = -level_of[31 - __builtin_clz(negative)] * b->unit[j];
+    float scale = out->scale[j], minimum = out->minimum[j], sum = b->sums[j], by;
+    if (high + minimum < (TOP - 0.51f) * scale) by = 1;
+    else if (low + minimum > 0.51f * scale && minimum >= scale) by = -1;
+    else return 0;
+    out->scale[e] = scale;
+    out->minimum[e] = minimum + by * scale;
+    out->error[e] = out->error[j];
+    out->q[e] = out->q[j] + by * sum;
+    out->qq[e] = out->qq[j] + by * 2 * out->q[j] + sum;
+    return 1;
+}
+
+/* Keeps the RANKS best of `groups` * 16 fits that differ; the last place goes to the shifted best one if the type asks
+ * for it. */
 KQ_INLINE void rank_fits(const kq_codes *b, int j, const kq_lane_fits *found, int groups, kq_fits *out) {
     int32_t keys[32] KQ_ALIGNED;
     for (int g = 0; g < groups; ++g) {
@@ -100,14 +121,17 @@ KQ_INLINE void rank_fits(const kq_codes *b, int j, const kq_lane_fits *found, in
     }
     int lane = 0;
     for (int k = 0; k < RANKS; ++k) {
-        int32_t best = kq_least(keys, groups);
         int e = 16 * k + j;
+        if (SHIFTS && k == RANKS - 1 && shift_fit(b, j, e, out)) return;
+        int32_t best = kq_least(keys, groups);
         if (best != INT32_MAX) lane = best & 31;
+        const kq_lane_fits *of = &found[lane / 16];
+        /* Equal errors and equal sums of quants: the same rounding. */
         for (int l = 0; l < 16 * groups; l += KQ_LANES) {
             vi key = vi_load(keys + l), equal = (key & ~31) == (best & ~31);
+            equal &= vf_load(found[l / 16].q + l % 16) == of->q[lane % 16];
             vi_store(keys + l, key | (equal & INT32_MAX));
         }
-        const kq_lane_fits *of = &found[lane / 16];
         float unit = b->unit[j];
         int l = lane % 16;
         out->scale[e] = of->scale[l] * unit;

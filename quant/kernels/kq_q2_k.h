@@ -6,6 +6,7 @@
 #define CLASSES kq_classes_q2_k
 #define CLASSES_WEIGHTED kq_classes_q2_k_weighted
 #define MOST_GROUPS 1
+#define SHIFTS 0
 #define TRIALS kq_trials_q2_k
 #define TYPE KQ_TYPE_Q2_K
 #include "kq_affine.h"

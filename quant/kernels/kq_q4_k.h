@@ -6,12 +6,13 @@
 #define CLASSES kq_classes_q4_k
 #define CLASSES_WEIGHTED kq_classes_q4_k_weighted
 #define MOST_GROUPS 2
+#define SHIFTS 1
 #define TRIALS kq_trials_q4_k
 #define TYPE KQ_TYPE_Q4_K
 #include "kq_affine.h"
 
 static const kq_trust trust = {0, 0, 1};
-static const kq_effort effort = {2, 8, 2, 1.03f};
+static const kq_effort effort = {2, 6, 2, 1.03f};
 
 /* Quants of two sub-blocks, in the low and the high nibbles of 32 bytes. */
 KQ_INLINE void pack_pair(const uint8_t *packed, const uint8_t *low, const uint8_t *high, uint8_t *out) {
