@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from hypothesis import settings
 from kimi_gguf.cluster import runtime as llama_runtime
 from kimi_gguf.cluster.runtime import Runtime
 from kimi_gguf.reference.checkpoint_maker import make_sparse_release
+
+# A shell's background jobs ignore SIGINT, and so would the processes that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("untimed", deadline=None)
