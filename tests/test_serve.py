@@ -284,6 +284,48 @@ def test_what_a_head_leaves_unsaid_is_said_by_the_front(sent: bytes, status: int
     assert request.endswith(b"x" * 300_000 + b"END")
 
 
+@pytest.mark.parametrize("cut", range(1, 24))
+def test_a_request_in_chunks_is_passed_on_wherever_it_is_cut(cut: int) -> None:
+    body = b"3\r\nabc\r\n2;x\r\nde\r\n0\r\n\r\n"
+    header = b"POST /completion HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    got: list[bytes] = []
+
+    def head() -> None:
+        connection, _ = server.accept()
+        with connection:
+            while not b"".join(got).endswith(body):
+                got.append(connection.recv(65536))
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    with socket.create_server(("127.0.0.1", 0)) as server, Front("127.0.0.1", 0) as front:
+        thread = threading.Thread(target=head, daemon=True)
+        thread.start()
+        front.open(server.getsockname()[1])
+        with socket.create_connection(("127.0.0.1", front.port), 10) as client:
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            client.sendall(header + body[:cut])
+            client.sendall(body[cut:])
+            assert b"".join(iter(lambda: client.recv(4096), b"")).endswith(b"\r\n\r\nok")
+        thread.join(10)
+    assert b"".join(got).endswith(b"\r\n\r\n" + body)
+
+
+@pytest.mark.parametrize(
+    ("field", "status"),
+    [
+        (b"Content-Length: abc", 400),
+        (b"Content-Length: -1", 400),
+        (b"Content-Length: " + b"9" * 5000, 413),
+        (b"Transfer-Encoding: gzip", 400),
+    ],
+)
+def test_a_request_without_a_sound_length_is_refused(field: bytes, status: int) -> None:
+    with Front("127.0.0.1", 0) as front, socket.create_connection(("127.0.0.1", front.port), 10) as client:
+        front.open(1)
+        client.sendall(b"POST / HTTP/1.1\r\n" + field + b"\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 %d " % status)
+
+
 def test_what_cannot_work_is_refused_before_anything_is_loaded(model: Path, runtime: Runtime, tmp_path: Path) -> None:
     def fault(*arguments: str) -> KimiGgufError:
         error = CliRunner().invoke(command, [str(model), *arguments]).exception

@@ -11,6 +11,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from http import HTTPStatus
 from types import TracebackType
@@ -23,6 +24,7 @@ LOCAL = "127.0.0.1"
 
 _MAX_HEADER = 1 << 16
 _MAX_BODY = 1 << 30
+_MAX_DIGITS = 20
 _HEADER_SECONDS = 30.0
 _STALL_SECONDS = 300.0
 _CONNECT_SECONDS = 10.0
@@ -30,6 +32,8 @@ _PIECE = 1 << 16
 # Two descriptors each, and select() takes 1024.
 _MAX_CONNECTIONS = 256
 _END = b"0\r\n\r\n"
+_MAX_CHUNK_LINE = 1 << 10
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class Front:
@@ -88,7 +92,9 @@ class Front:
                 self._closed.wait(0.05)
                 continue
             if not self._free.acquire(blocking=False):
-                client.close()
+                with client, suppress(OSError):
+                    client.settimeout(0.5)
+                    client.sendall(_FULL)
                 continue
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
@@ -109,11 +115,11 @@ class Front:
 
     def _pass_on(self, client: socket.socket, port: int, header: bytes, rest: bytes) -> None:
         fields = _fields(header)
-        if "transfer-encoding" in fields:
-            write_answer(client, json_answer(_error(411, "state the length"), HTTPStatus.LENGTH_REQUIRED))
+        coding, length = fields.get("transfer-encoding", ""), fields.get("content-length", "0")
+        if coding.lower() not in ("", "chunked") or not (length.isascii() and length.isdecimal()):
+            write_answer(client, json_answer(_error(400, "no body of that length or coding"), HTTPStatus.BAD_REQUEST))
             return
-        length = int(fields.get("content-length", "0"))
-        if not 0 <= length <= _MAX_BODY:
+        if len(length) > _MAX_DIGITS or int(length) > _MAX_BODY:
             write_answer(client, json_answer(_error(413, "too long"), HTTPStatus.REQUEST_ENTITY_TOO_LARGE))
             return
         if fields.get("expect", "").lower() == "100-continue":
@@ -126,14 +132,11 @@ class Front:
         with head:
             client.settimeout(_STALL_SECONDS)
             head.settimeout(_STALL_SECONDS)
-            broken = not _send(head, _closing(header) + rest[:length])
-            left = length - len(rest[:length])
-            while left and (piece := client.recv(min(left, _PIECE))):
-                left -= len(piece)
+            broken = not _send(head, _closing(header))
+            for piece in _chunked(client, rest) if coding else _counted(client, rest, int(length)):
                 # A lost head's client is heard out, so that it listens to the answer.
                 broken = broken or not _send(head, piece)
-            if not left:
-                self._relay(client, head)
+            self._relay(client, head)
 
     def _relay(self, client: socket.socket, head: socket.socket) -> None:
         """Pass the response back; ends early when the client goes."""
@@ -184,6 +187,10 @@ class _Chunks:
         self._ended = False
 
     @property
+    def ended(self) -> bool:
+        return self._ended
+
+    @property
     def between(self) -> bool:
         return not self._ended and self._left == 0 and not self._line
 
@@ -196,6 +203,8 @@ class _Chunks:
                 data = data[size:]
                 continue
             line, mark, data = (self._line + data).partition(b"\r\n")
+            if len(line) > _MAX_CHUNK_LINE:
+                raise ValueError("no chunk")
             if not mark:
                 self._line = line
                 return
@@ -219,6 +228,35 @@ def _read_header(connection: socket.socket, deadline: float) -> tuple[bytes, byt
         data += piece
     header, _, rest = data.partition(b"\r\n\r\n")
     return header, rest
+
+
+def _counted(client: socket.socket, rest: bytes, length: int) -> Iterator[bytes]:
+    """A body of ``length`` bytes, of which ``rest`` came with the header."""
+    piece = rest[:length]
+    while True:
+        yield piece
+        length -= len(piece)
+        if not length:
+            return
+        piece = client.recv(min(length, _PIECE))
+        if not piece:
+            raise ValueError("the client left within its request")
+
+
+def _chunked(client: socket.socket, rest: bytes) -> Iterator[bytes]:
+    """A body in chunks as it came, of which ``rest`` came with the header."""
+    chunks, total, piece, end = _Chunks(), 0, rest, b""
+    while True:
+        chunks.take(piece)
+        yield piece
+        total += len(piece)
+        end = (end + piece)[-4:]
+        # Trailing fields may follow the last chunk; an empty line ends them.
+        if chunks.ended and end == b"\r\n\r\n":
+            return
+        piece = client.recv(_PIECE)
+        if not piece or total > _MAX_BODY:
+            raise ValueError("no end of the request")
 
 
 def _fields(header: bytes) -> dict[str, str]:
