@@ -18,12 +18,13 @@ from test_runtime_rpc import fake_worker
 
 from kimi_gguf.cli.cluster import command
 from kimi_gguf.cluster import doctor_sample
-from kimi_gguf.cluster.doctor import Diagnosis, cluster_doctor, report_text
+from kimi_gguf.cluster.doctor import Diagnosis, NodeReport, _slow, cluster_doctor, report_text
 from kimi_gguf.cluster.doctor_sample import SampleRun, difference
 from kimi_gguf.cluster.errors import RuntimeFault
+from kimi_gguf.cluster.nodes import Node
 from kimi_gguf.cluster.rpc import ask_worker
 from kimi_gguf.cluster.runtime import Runtime
-from kimi_gguf.cluster.side_port import SidePort, WorkerState
+from kimi_gguf.cluster.side_port import Link, SidePort, WorkerState
 from kimi_gguf.reference.oracle import CASES
 
 pytestmark = pytest.mark.runtime
@@ -160,6 +161,12 @@ def test_a_worker_that_computes_wrongly_is_blamed(
     assert faults(cluster_doctor(nodes=file)).keys() == {"a"}
     found = cluster_doctor(nodes=nodes_file(tmp_path, workers[1:]))
     assert "the sample's log-probabilities differ" in faults(found)["a"]
+
+
+@pytest.mark.parametrize(("stated", "measured", "noted"), [(125e6, 6e6, 1), (125e6, 110e6, 0), (12.5e9, 400e6, 0)])
+def test_a_slow_link_is_noted_as_far_as_links_can_be_measured(stated: float, measured: float, noted: int) -> None:
+    report = NodeReport("a", "a:1", link=Link(0.001, measured))
+    assert len(_slow(Node("a", "a:1", link=stated), report)) == noted
 
 
 def test_a_difference_is_the_worse_turns_and_numbers_that_are_none_are_infinite() -> None:

@@ -23,6 +23,8 @@ from kimi_gguf.cluster.side_port import Link, WorkerState, ask_side_port, measur
 from quant.errors import UsageError
 
 _SLOW = 0.5
+# Bytes per second that one connection and one busy core surely measure: beyond it, less than stated means nothing.
+_MEASURABLE = 0.5e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +236,9 @@ def _free_of(report: NodeReport, number: int) -> int:
 
 
 def _slow(node: Node, report: NodeReport) -> tuple[str, ...]:
-    if node.link is None or report.link is None or report.link.bandwidth >= _SLOW * node.link:
+    if node.link is None or report.link is None:
+        return ()
+    if report.link.bandwidth >= _SLOW * min(node.link, _MEASURABLE):
         return ()
     measured, stated = (value * 8 / 1e9 for value in (report.link.bandwidth, node.link))
     return (f"its link gives {measured:.2f} Gbit/s, the file of nodes states {stated:.2f}",)
