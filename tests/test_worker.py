@@ -24,7 +24,7 @@ from kimi_gguf.cluster.rpc import ask_worker, parse_endpoint
 from kimi_gguf.cluster.runtime import Runtime
 from kimi_gguf.cluster.side_port import LINK_BYTES, WorkerState, ask_side_port, measure_link
 from kimi_gguf.cluster.small_http import SmallServer, fetch, json_answer
-from kimi_gguf.cluster.supervise import Program
+from kimi_gguf.cluster.supervise import Backoff, Program
 from kimi_gguf.cluster.tensor_cache import THRESHOLD, parse_layers, seed_cache
 from kimi_gguf.cluster.worker import watch
 from kimi_gguf.reference.gguf_maker import byte_text, make_gguf
@@ -124,6 +124,13 @@ def test_a_server_that_is_stopped_or_answers_nobody_is_given_up(
     finally:
         program.stop(0.1)
     assert watch(program, endpoint, state, threading.Event()) is None
+
+
+def test_waits_double_and_are_short_again_after_half_a_minute() -> None:
+    backoff = Backoff()
+    assert [backoff.after(1) for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    # Losses a minute apart never add up.
+    assert [backoff.after(30) for _ in range(3)] == [0.5, 0.5, 0.5]
 
 
 @pytest.mark.runtime

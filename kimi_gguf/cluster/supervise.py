@@ -123,7 +123,7 @@ class Backoff:
         calm: a run of so many seconds counts as healthy.
     """
 
-    def __init__(self, first: float = 0.5, most: float = 30.0, calm: float = 60.0) -> None:
+    def __init__(self, first: float = 0.5, most: float = 30.0, calm: float = 20.0) -> None:
         self._first, self._most, self._calm = first, most, calm
         self._next = first
 
