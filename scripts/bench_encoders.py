@@ -251,7 +251,7 @@ def print_errors(results: list[Result]) -> None:
                 note = verdict(result.exact[name], 0.99, at_least=True)
             else:
                 note = verdict(error, ERROR_BARS[result.sigma].get(result.qtype), at_least=False)
-            if name in result.optimum:
+            if name in result.optimum and result.sigma is None:
                 note += f", over the optimum {verdict(error / result.optimum[name], 1.05, at_least=False)}"
             print(f"  {name:18} {error:8.4f} {best:14} exact blocks {result.exact[name]:8.4%}  {note}")
 
