@@ -130,6 +130,7 @@ class Plan:
 
     ``digest`` is a SHA-256 over all that decides output bytes (headers, tensor sources and types, encoder,
     imatrix, source header hashes), so that a resumed run can prove that it continues the same job.
+    ``table`` is the text recipe that gave the types, where no recipe by name did.
     """
 
     arch: str
@@ -140,6 +141,7 @@ class Plan:
     left_out: tuple[SourceTensor, ...]
     warnings: tuple[str, ...]
     digest: str
+    table: str = ""
 
     @property
     def nbytes(self) -> int:

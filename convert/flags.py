@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from convert.overrides import parse_override
 from convert.plan import Choices
 from quant.errors import UsageError
 from quant.gguf_split import parse_split_name
+from quant.recipe_file import read_recipe
 from quant.recipes import resolve
 from quant.types import QuantType, parse_type
 
@@ -62,7 +63,9 @@ def parse_tensor_type(text: str) -> tuple[str, QuantType]:
 
 def choices_from_flags(
     *,
-    quant: str,
+    quant: str | None,
+    recipe: PathLike | None = None,
+    target_size: str | int | None = None,
     outfile: PathLike | None,
     outdir: PathLike | None,
     split_max_size: str | int | None,
@@ -86,12 +89,13 @@ def choices_from_flags(
         raise UsageError(f"--name {name!a:.200} holds characters that cannot be shown", "give plain text")
     if encoder not in ENCODERS:
         raise UsageError(f"unknown encoder {encoder!r}", f"known: {', '.join(ENCODERS)}")
+    label, table, budget = _types(quant, recipe, target_size)
     file = None if outfile is None else Path(outfile)
     if file is not None:
         _check_outfile(file)
     limit = split_max_size if split_max_size is not None or file is not None else DEFAULT_SPLIT
     choices = Choices(
-        quant=resolve(quant).name,
+        quant=label,
         file_name=None if file is None else file.name,
         split_max_size=None if limit is None else parse_size(limit),
         name=name,
@@ -102,8 +106,39 @@ def choices_from_flags(
         encoder=encoder,
         allow_fallback=not no_fallback,
         force=force,
+        table=table,
+        target_size=budget,
     )
     return (Path(outdir or ".") if file is None else file.parent), choices
+
+
+def _types(
+    quant: str | None, recipe: PathLike | None, target_size: str | int | None
+) -> tuple[str, Mapping[str, QuantType] | None, int | None]:
+    """What decides the types: name of the result, table of a text recipe, bytes to stay within."""
+    flags = {"--quant": quant, "--recipe": recipe, "--target-size": target_size}
+    given = [flag for flag, value in flags.items() if value is not None]
+    if len(given) != 1:
+        raise UsageError(
+            " and ".join(given) + " exclude each other" if given else "nothing says which types to write",
+            "give one of --quant TYPE, --recipe FILE and --target-size N(G|T)",
+        )
+    if recipe is not None:
+        file = Path(recipe)
+        try:
+            text = file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = f"the recipe {file} cannot be read: {error}"
+            raise UsageError(reason, "name a file that --target-size wrote") from None
+        return _label(file.name.removesuffix(".recipe")), read_recipe(text, str(file)), None
+    if target_size is not None:
+        return _label(str(target_size)), None, parse_size(target_size)
+    return resolve(quant or "").name, None, None
+
+
+def _label(text: str) -> str:
+    """What stands for the recipe's name in file names."""
+    return re.sub(r"[^A-Z0-9.]+", "_", text.upper()).strip("_.") or "MIX"
 
 
 def _check_outfile(file: Path) -> None:

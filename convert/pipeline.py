@@ -24,6 +24,7 @@ from convert.plan import Choices, check_importance, load_imatrix, make_plan, pad
 from convert.progress import Progress, Silent
 from convert.session import begin, done_bytes
 from convert.source import open_source
+from convert.target_size import within_target
 from convert.threads import worker_count
 from convert.units import UnitTable
 from quant.errors import OutputError, UsageError
@@ -35,7 +36,9 @@ from quant.recipes import resolve
 def convert(
     src: PathLike | Source | None = None,
     *,
-    quant: str,
+    quant: str | None = None,
+    recipe: PathLike | None = None,
+    target_size: str | int | None = None,
     outfile: PathLike | None = None,
     outdir: PathLike | None = None,
     split_max_size: str | int | None = None,
@@ -60,7 +63,9 @@ def convert(
 
     Args:
         src: folder of the checkpoint, or any ``Source``; None is the current folder.
-        quant: recipe, for example ``MXFP4`` or ``Q4_K_M``, in any case.
+        quant: recipe, for example ``MXFP4`` or ``Q4_K_M``, in any case. One of this and the next two is given.
+        recipe: text file with a type for each tensor, as ``target_size`` writes beside its output.
+        target_size: bytes, or a number with K, M, G or T: the types with the least measured error that fit.
         outfile: one output file; not together with ``outdir``.
         outdir: folder for files named by convention, split at 48 GB; the current folder when neither is given.
         split_max_size: largest file, header included: bytes, or a number with K, M, G (1e9) or T.
@@ -91,6 +96,8 @@ def convert(
     progress = progress or Silent()
     directory, choices = choices_from_flags(
         quant=quant,
+        recipe=recipe,
+        target_size=target_size,
         outfile=outfile,
         outdir=outdir,
         split_max_size=split_max_size,
@@ -104,7 +111,7 @@ def convert(
         force=force,
     )
     workers = worker_count(threads)
-    if imatrix is None and resolve(quant).needs_imatrix:
+    if quant is not None and imatrix is None and resolve(quant).needs_imatrix:
         raise UsageError(
             f"{resolve(quant).name} needs an importance matrix", "give --imatrix FILE, or choose another --quant"
         )
@@ -112,6 +119,7 @@ def convert(
         stamps = [source.stamp(shard) for shard in range(len(source.shards))]
         checkpoint = read_checkpoint(source)
         importance = None if imatrix is None else load_imatrix(imatrix, checkpoint)
+        choices = within_target(checkpoint, choices, importance)
         plan = make_plan(checkpoint, choices, importance)
         check_importance(plan, importance)
         if on_plan:
@@ -120,6 +128,8 @@ def convert(
             return ConvertResult(plan, (), None, time.monotonic() - started)
         _make_directory(directory, outdir is not None)
         outputs = OutputSet(directory, _set_name(plan), plan.files)
+        if choices.target_size is not None:
+            write_atomically(directory / f"{_set_name(plan).removesuffix('.gguf')}.recipe", plan.table.encode())
         settings = _settings(choices, importance)
         units = UnitTable([tensor.spec for tensor in plan.tensors])
         imatrix_sha256 = importance.sha256 if importance else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from convert.config import ModelConfig, parse_config
@@ -24,7 +24,8 @@ from convert.vocab import Vocab, load_vocab
 from quant.errors import InputError, UsageError
 from quant.gguf_split import split_name
 from quant.imatrix import Imatrix
-from quant.recipe_report import missing_importance
+from quant.recipe_file import write_recipe
+from quant.recipe_report import dominant_type, missing_importance
 from quant.recipes import Assignment, RecipeInfo, assign, resolve
 from quant.tensors import RecipeTensor
 from quant.types import QuantType
@@ -67,6 +68,8 @@ class Choices:
         encoder: ``ggml`` or ``native``.
         allow_fallback: a type that a tensor's rows do not fit is replaced and reported, else refused.
         force: overrides may go below the floors.
+        table: types by tensor name, instead of the recipe called ``quant``, which then only names the result.
+        target_size: bytes of all files together that types are to be chosen for, see ``convert.target_size``.
     """
 
     quant: str
@@ -80,6 +83,8 @@ class Choices:
     encoder: str = "native"
     allow_fallback: bool = True
     force: bool = False
+    table: Mapping[str, QuantType] | None = None
+    target_size: int | None = None
 
 
 def read_checkpoint(source: Source) -> Checkpoint:
@@ -121,8 +126,8 @@ def make_plan(checkpoint: Checkpoint, choices: Choices, imatrix: Imatrix | None 
         UsageError: an unknown type, a type that needs an imatrix without one, an override below a floor.
         InputError: an imatrix that does not fit, an architecture that GGUF cannot express.
     """
-    recipe = resolve(choices.quant)
     tensors = recipe_tensors(checkpoint.specs)
+    recipe = _recipe(choices, tensors)
     assignments = _assign(recipe, tensors, checkpoint.config, choices, imatrix)
     metadata = build_metadata(
         checkpoint.config,
@@ -166,6 +171,7 @@ def make_plan(checkpoint: Checkpoint, choices: Choices, imatrix: Imatrix | None 
         checkpoint.left_out,
         tuple(dict.fromkeys(warnings)),
         _digest(checkpoint, choices, files, planned, imatrix),
+        "" if choices.table is None else write_recipe(choices.table),
     )
 
 
@@ -202,6 +208,15 @@ def recipe_tensors(specs: Sequence[TensorSpec]) -> list[RecipeTensor]:
     return [RecipeTensor(s.name, s.cls, s.shape, s.layer, s.source_type) for s in specs]
 
 
+def _recipe(choices: Choices, tensors: Sequence[RecipeTensor]) -> RecipeInfo:
+    """The named recipe, or for a table one with the file type of the type that holds most weights."""
+    if choices.table is None:
+        return resolve(choices.quant)
+    types = [Assignment(choices.table.get(t.name, QuantType.F32), QuantType.F32) for t in tensors]
+    most = dominant_type(tensors, types).name
+    return RecipeInfo(choices.quant, (), resolve(most).file_type, needs_imatrix=False)
+
+
 def _assign(
     recipe: RecipeInfo,
     tensors: Sequence[RecipeTensor],
@@ -210,7 +225,7 @@ def _assign(
     imatrix: Imatrix | None,
 ) -> list[Assignment]:
     return assign(
-        recipe.name,
+        recipe.name if choices.table is None else choices.table,
         tensors,
         n_layers=config.n_layers,
         # A recipe that cannot be written without a matrix is planned as if there were one.

@@ -15,6 +15,7 @@ from typing import Literal
 from convert.domain import Source
 from convert.flags import PathLike, choices_from_flags
 from convert.plan import check_importance, make_plan, read_checkpoint
+from convert.target_size import within_target
 from kimi_gguf.conversion import convert
 from kimi_gguf.inspection import inspect
 from kimi_gguf.plan_summary import PlanSummary, summarize, summarize_shape
@@ -30,6 +31,8 @@ def plan(
     src: PathLike | Source | None = None,
     *,
     quant: str | Sequence[str] = (),
+    recipe: PathLike | None = None,
+    target_size: str | int | None = None,
     shape: str | None = None,
     outfile: PathLike | None = None,
     outdir: PathLike | None = None,
@@ -50,6 +53,7 @@ def plan(
         src: folder of a checkpoint, repository on the Hub (``owner/name@revision``), or any ``Source``; None is the
             current folder.
         quant: one recipe, or several; every recipe when empty.
+        recipe, target_size: instead of ``quant``, as ``convert``; the latter reads a sample of the weights.
         shape: ``k3`` or ``k3.1-pro`` instead of ``src``: a released model without its files.
         others: as ``convert``.
 
@@ -61,12 +65,16 @@ def plan(
         UsageError: parameters that make no sense together.
         InputError: the checkpoint or imatrix cannot be used.
     """
-    names = [quant] if isinstance(quant, str) else list(quant) or list(RECIPES)
+    other = recipe is not None or target_size is not None
+    names: list[str | None] = [quant] if isinstance(quant, str) else list(quant)
+    names = names or ([None] if other else list(RECIPES))
     if shape is not None and src is not None:
         raise UsageError("a checkpoint and --shape exclude each other", "drop one of the two")
     every = [
         choices_from_flags(
             quant=one,
+            recipe=recipe,
+            target_size=target_size,
             outfile=outfile,
             outdir=outdir,
             split_max_size=split_max_size,
@@ -81,6 +89,8 @@ def plan(
         )[1]
         for one in names
     ]
+    if shape is not None and other:
+        raise UsageError("--shape has no weights to measure", "give --quant, or a checkpoint")
     if shape is not None:
         return summarize_shape(shape, every, has_imatrix=imatrix is not None)
     checkpoint = read_checkpoint(resolve_source(src))
@@ -88,7 +98,7 @@ def plan(
     summaries = []
     for choices in every:
         # One plan at a time: each holds the header of the whole vocabulary.
-        plan_ = make_plan(checkpoint, choices, importance)
+        plan_ = make_plan(checkpoint, within_target(checkpoint, choices, importance), importance)
         if importance is not None:
             check_importance(plan_, importance)
         summaries.append(summarize(plan_))

@@ -56,6 +56,7 @@ class PlanSummary:
         changes: tensors whose type is not the recipe's.
         left_out: number and bytes of checkpoint tensors that the text model does not hold.
         warnings: sentences.
+        table: text recipe that gives the types, where no recipe by name does.
     """
 
     quant: str
@@ -69,6 +70,7 @@ class PlanSummary:
     changes: tuple[Change, ...]
     left_out: tuple[int, int]
     warnings: tuple[str, ...]
+    table: str = ""
 
     @property
     def grows_experts(self) -> bool:
@@ -103,6 +105,7 @@ class PlanSummary:
             ],
             "left_out": {"tensors": self.left_out[0], "bytes": self.left_out[1]},
             "warnings": list(self.warnings),
+            **({"recipe": self.table} if self.table else {}),
         }
 
 
@@ -134,12 +137,12 @@ def grouped(changes: Sequence[Change]) -> list[ChangeGroup]:
 
 def summarize(plan: Plan) -> PlanSummary:
     """The summary of a plan; header bytes are not kept."""
-    recipe = resolve(plan.recipe)
+    needs_imatrix = not plan.table and resolve(plan.recipe).needs_imatrix
     specs = [tensor.spec for tensor in plan.tensors]
     assignments = [Assignment(t.qtype, t.recipe_type, t.reason) for t in plan.tensors]
     return PlanSummary(
-        quant=recipe.name,
-        needs_imatrix=recipe.needs_imatrix,
+        quant=plan.recipe,
+        needs_imatrix=needs_imatrix,
         arch=plan.arch,
         encoder=plan.encoder,
         sizes=_sizes(specs, assignments),
@@ -149,6 +152,7 @@ def summarize(plan: Plan) -> PlanSummary:
         changes=_changes(specs, assignments),
         left_out=(len(plan.left_out), sum(tensor.nbytes for tensor in plan.left_out)),
         warnings=plan.warnings,
+        table=plan.table,
     )
 
 

@@ -116,6 +116,8 @@ def _one_plan(plan: PlanSummary) -> str:
         rows = [(f.name, f"{f.nbytes:,}") for f in plan.files[:_MOST_FILES]]
         more = f"\n... {len(plan.files)} files" if len(plan.files) > _MOST_FILES else ""
         parts.append(table(("file", ">bytes"), rows) + more)
+    if plan.table:
+        parts.append(f"types:\n{plan.table.rstrip()}")
     parts += [_sizes(plan.sizes), *_changes(plan)]
     if plan.left_out[0]:
         parts.append(f"left out: {plan.left_out[0]:,} tensors, {plan.left_out[1]:,} bytes")

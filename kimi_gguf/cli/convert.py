@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("src", required=False)
-@click.option("--quant", required=True, metavar="TYPE", help="The recipe, for example MXFP4 or Q4_K_M.")
+@click.option("--quant", metavar="TYPE", help="The recipe, for example MXFP4 or Q4_K_M.")
 @recipe_options
 @click.option("--max-disk", metavar="N(M|G|T)", help="Most bytes that output and fetched shards may take together.")
 @click.option("--keep-shards", is_flag=True, help="Keep the shards that are fetched from the Hub.")

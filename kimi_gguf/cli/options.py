@@ -36,6 +36,12 @@ def recipe_options(command: Command) -> Command:
             metavar="DIR",
             help=f"Write files named by convention into DIR, split at {DEFAULT_SPLIT} unless told otherwise.",
         ),
+        click.option("--recipe", metavar="FILE", help="Types from a text file, instead of --quant."),
+        click.option(
+            "--target-size",
+            metavar="N(G|T)",
+            help="Choose the types with the least measured error within so many bytes, instead of --quant.",
+        ),
         click.option("--split-max-size", metavar="N(M|G)", help="Largest file, in bytes, M (1e6) or G (1e9)."),
         click.option("--name", metavar="TEXT", help="Name of the model, when not the checkpoint's own."),
         click.option("--imatrix", metavar="FILE", help="Importance matrix, GGUF or the older .dat."),
