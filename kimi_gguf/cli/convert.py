@@ -44,7 +44,7 @@ def command(src: str | None, yes: bool, as_json: bool, quiet: bool, **flags: Any
     """
     console = console_for(as_json, quiet, yes=yes)
     if not any(flags[way] for way in ("quant", "recipe", "target_size")):
-        raise UsageError("nothing says which types to write", "give --quant TYPE, --recipe FILE or --target-size N(G|T)")
+        raise UsageError("nothing says which types to write", "give --quant, --recipe or --target-size")
     unnamed = src is None and not holds_checkpoint(Path.cwd())
     if unnamed:
         if not (yes or console.attended or flags["dry_run"]):
