@@ -248,8 +248,8 @@ DOCUMENT = """# Quality: what each type costs
 Measured on the tiny model that ships with the package (`kimi_gguf/data/tiny-k31`: Kimi K3.1 in every part, trained on
 public-domain novels; {parameters}), by the stream engine in float32, over {tokens:,} tokens of held-out text
 in {chunks} chunks of {context}. The baseline is the checkpoint itself. Importance matrices come from {calibration}
-other tokens. ± is one standard error, from the spread of chunks. A model of 2.8 T parameters bears quantization
-better than one of this size; what carries over is the order of the rows, and how to measure your own files.
+other tokens. ± is one standard error, from the spread of chunks. They are figures of this
+model; what they show for others is how to measure your own files.
 
 ## Recipes
 
@@ -289,7 +289,7 @@ kimi-gguf eval Q3_K_M.gguf --baseline kimi_gguf/data/tiny-k31 --text test.txt --
 All of them, and this page (it also makes the two texts):
 
 ```
-python scripts/quality_table.py --work DIR
+python scripts/quality_table.py --work DIR --tokens {tokens} --paired-tokens {paired_tokens}
 ```
 
 Text SHA-256 `{text_sha}`; checkpoint `{digest}`.
