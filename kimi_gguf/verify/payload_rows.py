@@ -24,7 +24,7 @@ from quant.types import QuantType, block_size, row_bytes
 
 _FLOATS = frozenset({QuantType.F32, QuantType.F16, QuantType.BF16})
 _ROUNDING_ULPS = 2
-# An encoder that weighs errors gives up some plain error; the largest seen with real matrices is about 1.4 times.
+# An encoder that weighs errors gives up some plain error.
 _FACTOR, _FACTOR_WEIGHED = 1.5, 2.0
 _BLOCK_FACTOR, _BLOCK_WORST = 4.0, 0.95
 _SLACK = 1e-4
