@@ -96,16 +96,18 @@ def synthetic(seed: int) -> list[DataSet]:
 
 def from_checkpoint(directory: Path) -> list[DataSet]:
     """Up to WEIGHTS_PER_SET expert weights of each row length that the checkpoint holds, in file order."""
-    from safetensors.numpy import load_file
+    from safetensors import safe_open
 
     found: dict[int, list[Mxfp4Rows]] = {}
     for shard in sorted(directory.glob("*.safetensors")):
-        tensors = load_file(shard)
-        for name, packed in tensors.items():
-            if not name.endswith("weight_packed"):
-                continue
-            scales = tensors[name.replace("weight_packed", "weight_scale")].view(np.uint8)
-            found.setdefault(packed.shape[1] * 2, []).append(Mxfp4Rows(packed, scales))
+        with safe_open(shard, framework="np") as tensors:
+            names = tensors.keys()
+            for name in names:
+                if not name.endswith("weight_packed"):
+                    continue
+                packed = tensors.get_tensor(name)
+                scales = tensors.get_tensor(name.replace("weight_packed", "weight_scale")).view(np.uint8)
+                found.setdefault(packed.shape[1] * 2, []).append(Mxfp4Rows(packed, scales))
     sets = []
     for columns, parts in sorted(found.items()):
         count = WEIGHTS_PER_SET // columns
