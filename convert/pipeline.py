@@ -128,8 +128,6 @@ def convert(
             return ConvertResult(plan, (), None, time.monotonic() - started)
         _make_directory(directory, outdir is not None)
         outputs = OutputSet(directory, _set_name(plan), plan.files)
-        if choices.target_size is not None:
-            write_atomically(directory / f"{_set_name(plan).removesuffix('.gguf')}.recipe", plan.table.encode())
         settings = _settings(choices, importance)
         units = UnitTable([tensor.spec for tensor in plan.tensors])
         imatrix_sha256 = importance.sha256 if importance else None
@@ -148,6 +146,8 @@ def convert(
                 delivery.take(index, path, session.journal.files[index])
 
         try:
+            if choices.target_size is not None:
+                write_atomically(directory / f"{_set_name(plan).removesuffix('.gguf')}.recipe", plan.table.encode())
             progress.planned(plan, len(units) - len(session.pending), done_bytes(plan, units, session.pending))
             for index in session.unfinished:
                 outputs.prepare(index, padding(plan, index))

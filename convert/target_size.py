@@ -7,13 +7,13 @@ if its sample stands for it. The sample is the same rows every time, so the choi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
-from convert.domain import Plan, TensorSpec
+from convert.domain import TensorSpec
 from convert.plan import Checkpoint, Choices, make_plan, recipe_tensors
 from convert.reading import read_rows
 from convert.transforms import TRANSFORMS, expert_rows
@@ -53,20 +53,16 @@ def within_target(checkpoint: Checkpoint, choices: Choices, imatrix: Imatrix | N
         known = smallest.setdefault(candidate.tensor_name, candidate)
         if candidate.nbytes < known.nbytes:
             smallest[candidate.tensor_name] = candidate
-    least = _planned(checkpoint, choices, {name: c.qtype for name, c in smallest.items()}, imatrix)
-    # What is not chosen: headers, padding, and tensors of one possible type.
-    fixed = least.nbytes - sum(c.nbytes for c in smallest.values()) + _SLACK
-    if least.nbytes + _SLACK > choices.target_size:
-        needed = least.nbytes + _SLACK
+    table = {name: candidate.qtype for name, candidate in smallest.items()}
+    needed = make_plan(checkpoint, replace(choices, table=table), imatrix).nbytes + _SLACK
+    if needed > choices.target_size:
         raise UsageError(
             f"--target-size {choices.target_size:,} is too small: the smallest types take {needed:,} bytes",
             "raise the target size",
         )
+    # Headers, padding and the tensors that are F32 in every file take the same whatever is chosen.
+    fixed = needed - sum(candidate.nbytes for candidate in smallest.values())
     return replace(choices, table=choose_types(candidates, choices.target_size - fixed))
-
-
-def _planned(checkpoint: Checkpoint, choices: Choices, table: Mapping[str, QuantType], imatrix: Imatrix | None) -> Plan:
-    return make_plan(checkpoint, replace(choices, table=dict(table)), imatrix)
 
 
 def _candidates(checkpoint: Checkpoint, choices: Choices, imatrix: Imatrix | None) -> Iterator[Candidate]:
