@@ -11,13 +11,14 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, Self, TextIO
 
 from tqdm import tqdm
 
-from quant.errors import KimiGgufError
+from quant.errors import KimiGgufError, OutputError
 
 if TYPE_CHECKING:
     from convert.domain import Plan
@@ -27,6 +28,16 @@ Mode = Literal["human", "json", "quiet"]
 # Names come from files of others: what a terminal would obey becomes visible text.
 _VISIBLE = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if code not in (0x09, 0x0A)}
 _VISIBLE |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029)}
+
+
+class LostOutput(OutputError):
+    """Standard output cannot be written: its reader has left (``unheard``), or the disk that it goes to is full."""
+
+    def __init__(self, reason: OSError) -> None:
+        super().__init__(
+            f"the result cannot be written to standard output: {reason.strerror or reason}", "send it somewhere else"
+        )
+        self.unheard = isinstance(reason, BrokenPipeError)
 
 
 class Console:
@@ -222,8 +233,10 @@ def _write(stream: TextIO, text: str) -> None:
     try:
         stream.write(text + "\n")
         stream.flush()
-    except BrokenPipeError:
-        # The reader has gone. Python would complain again when it closes the stream at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except OSError as error:
+        # Python would try again, and complain, when it closes the stream at exit.
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        # What is only told on the way must not end the work.
         if stream is sys.stdout:
-            raise
+            raise LostOutput(error) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -238,6 +239,91 @@ def test_ctrl_c_exits_with_130(verb: Any, checkpoint: Path, monkeypatch: pytest.
     assert (code, out) == (130, "") and "the same command continues" in err
     code, out, _ = verb("convert", checkpoint, "--quant", "MXFP4", "--json")
     assert code == 130 and json.loads(out)["error"] == "interrupted"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_being_ended_is_an_interrupt_too(number: signal.Signals, checkpoint: Path) -> None:
+    code = (
+        "import signal, sys, time; from kimi_gguf import api, cli; "
+        "signal.signal(int(sys.argv[2]), signal.SIG_DFL); "  # a shell may have had it ignored
+        "api.convert = lambda *_, **__: (sys.stdout.write('works\\n'), sys.stdout.flush(), time.sleep(60)); "
+        "cli.main(['convert', sys.argv[1], '--quant', 'MXFP4'])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(checkpoint), str(int(number))],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "works\n"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "error: interrupted\n" in err and "the same command continues" in err and "Traceback" not in err
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    code = (
+        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); from kimi_gguf import cli; "
+        "cli._end_politely(); sys.exit(signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+def test_an_interrupt_while_modules_are_loaded_is_one_line() -> None:
+    code = """
+import runpy, sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "click":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+runpy.run_module("kimi_gguf", run_name="__main__")
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+
+
+def test_a_result_that_cannot_be_written_is_told_on_stderr(checkpoint: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for flags in ((), ("--json",)):
+        for source, expected in ((str(checkpoint), 1), ("no such folder", 2 if not flags else 1)):
+            command = [sys.executable, "-m", "kimi_gguf", "plan", source, "--quant", "MXFP4", *flags]
+            with Path("/dev/full").open("w") as full:
+                done = subprocess.run(
+                    command, env=environment, text=True, stdout=full, stderr=subprocess.PIPE, check=False
+                )
+            assert done.returncode == expected and "Traceback" not in done.stderr
+            assert ("standard output: No space left on device" in done.stderr) == (expected == 1)
+
+
+def test_messages_that_cannot_be_written_do_not_end_a_conversion(checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "out.gguf"
+    command = [
+        sys.executable,
+        "-m",
+        "kimi_gguf",
+        "convert",
+        str(checkpoint),
+        "--quant",
+        "MXFP4",
+        "--outfile",
+        str(file),
+    ]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=full,
+            check=False,
+        )
+    assert done.returncode == 0 and str(file) in done.stdout
+    assert api.inspect(file).faults == ()
 
 
 def test_an_unforeseen_failure_is_one_line_too(verb: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,16 +6,18 @@ Exit codes: 0 ok, 1 failure, 2 usage, 3 verification below the bar, 130 interrup
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import click
 
 from convert.version import VERSION
-from kimi_gguf.console import Console
+from kimi_gguf.console import Console, LostOutput
 from quant.errors import KimiGgufError
 
 INTERRUPTED = 130
@@ -41,7 +43,8 @@ VERBS = {
 
 
 _LAYERS = "when hidden states were on disk (--scratch DIR), the same command with --resume goes on after the last layer"
-_CONTINUED = {"convert": "the same command continues where it stopped", "eval": _LAYERS, "imatrix": _LAYERS}
+_SAME = "the same command continues where it stopped"
+_CONTINUED = {"convert": _SAME, "publish": _SAME, "eval": _LAYERS, "imatrix": _LAYERS}
 
 
 class Verbs(click.Group):
@@ -74,8 +77,28 @@ def cli() -> None:
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit; every failure is one message, in JSON when ``--json`` was given."""
     _open_streams()
+    _end_politely()
     arguments = list(sys.argv[1:] if args is None else args)
-    sys.exit(run(arguments))
+    try:
+        code = run(arguments)
+    except KeyboardInterrupt:
+        # Another one, while the first was told.
+        code = INTERRUPTED
+    sys.exit(code)
+
+
+def _end_politely() -> None:
+    """Let SIGTERM and SIGHUP end a verb as Ctrl-C does, journal written and temporary files removed.
+
+    A signal that is ignored, as SIGHUP under nohup, stays ignored.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _open_streams() -> None:
@@ -90,9 +113,19 @@ def _open_streams() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line; returns the exit code."""
-    console = Console("json" if "--json" in arguments else "human")
+    try:
+        return _run(arguments, Console("json" if "--json" in arguments else "human"))
+    except LostOutput as fault:
+        if not fault.unheard:
+            Console().fault(fault)
+        return fault.exit_code
+
+
+def _run(arguments: list[str], console: Console) -> int:
     try:
         code: Any = cli.main(arguments, prog_name="kimi-gguf", standalone_mode=False)
+    except LostOutput:
+        raise
     except KimiGgufError as fault:
         console.fault(fault)
         return fault.exit_code
@@ -105,8 +138,6 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         console.error("interrupted", _CONTINUED.get(arguments[0] if arguments else ""), INTERRUPTED)
         return INTERRUPTED
-    except BrokenPipeError:
-        return 1
     except OSError as fault:
         if os.environ.get(DEBUG):
             raise
