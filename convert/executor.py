@@ -20,15 +20,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from convert.domain import Plan, PlannedTensor, Source, TensorSpec
+from convert.domain import Plan, PlannedTensor, Source
 from convert.journal import Journal
 from convert.output import OutputSet
 from convert.plan_warnings import uses_importance
 from convert.progress import Progress
 from convert.readback import DamagedUnits, check_file
-from convert.reading import fill
+from convert.reading import fill, located
 from convert.scheduler import Scheduler
-from convert.transforms import TRANSFORMS, Array, Operand, chunks, expert_rows, row_count, source_names
+from convert.transforms import TRANSFORMS, Array, Operand, chunks, row_count
 from convert.units import UnitTable
 from quant.digest import crc32c
 from quant.encode import encode
@@ -224,21 +224,7 @@ class UnitWorker:
             rows = transform.apply(spec, [self._read(n, operand) for n, operand in enumerate(operands)])
             return encode(rows, tensor.qtype, encoder=self._encoder, importance=importance)
         except ValueFault as fault:
-            raise self._located(fault, spec, begin) from fault
-
-    def _located(self, fault: ValueFault, spec: TensorSpec, begin: int) -> ValueFault:
-        """``fault`` with the names of the output tensor, its expert and row, and its sources."""
-        row = begin + (fault.row or 0)
-        rows = expert_rows(spec)
-        where = [spec.name]
-        if spec.experts:
-            where.append(f"expert {row // rows}")
-        if fault.row is not None:
-            where.append(f"row {row % rows}")
-        names = list(source_names(spec, row, row + 1))
-        shards = {self._job.source.shards[self._job.source.tensors[name].shard].name for name in names}
-        origin = f" (from {' and '.join(names)} in {' and '.join(sorted(shards))})" if names else ""
-        return ValueFault(f"{', '.join(where)}: {fault.message}{origin}", fault.hint, fault.row)
+            raise located(fault, self._job.source, spec, begin) from fault
 
     def _read(self, slot: int, operand: Operand) -> Array:
         """The array of an operand, in this thread's buffer number ``slot``."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 from convert.overrides import parse_override
-from convert.plan import Choices
+from convert.plan import Choices, label
 from quant.errors import UsageError
 from quant.gguf_split import parse_split_name
-from quant.recipe_file import read_recipe
+from quant.recipe_file import load_recipe
 from quant.recipes import resolve
 from quant.types import QuantType, parse_type
 
@@ -21,12 +22,13 @@ DEFAULT_SPLIT = "48G"
 ENCODERS = ("ggml", "native")
 # What a file system takes, 255 bytes, less the numbers of a split file and the longest suffix of a file beside it.
 _LONGEST_NAME_BYTES = 220
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)", re.IGNORECASE)
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of ``48G``, ``500M``, ``1.5T`` or a plain number; G is 1e9, as llama.cpp's splitter has it.
+    """Bytes of ``48G``, ``500MB``, ``1.5T``, ``44GiB`` or a plain number, in any case.
+
+    G and GB are 1e9, as llama.cpp's splitter has it; GiB is 2**30.
 
     Raises:
         UsageError: another spelling, or nothing.
@@ -36,10 +38,14 @@ def parse_size(text: str | int) -> int:
     else:
         match = _SIZE.fullmatch(text.strip())
         if not match:
-            raise UsageError(f"{text!r} is not a size", "write bytes, or a number with K, M, G or T: 48G is 48e9 bytes")
-        size = round(float(match[1]) * _UNITS[match[2].upper()])
+            raise UsageError(
+                f"{text!r:.80} is not a size",
+                "write bytes, or a number with K, M, G or T: 48G is 48e9 bytes, 48GiB is 48 x 2^30",
+            )
+        power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
+        size = int(Fraction(match[1]) * (1024 if match[3] else 1000) ** power)
     if size <= 0:
-        raise UsageError(f"a file size of {text} leaves no room for anything", "give for example --split-max-size 48G")
+        raise UsageError(f"a size of {text} leaves no room for anything", "give for example 48G")
     return size
 
 
@@ -89,13 +95,13 @@ def choices_from_flags(
         raise UsageError(f"--name {name!a:.200} holds characters that cannot be shown", "give plain text")
     if encoder not in ENCODERS:
         raise UsageError(f"unknown encoder {encoder!r}", f"known: {', '.join(ENCODERS)}")
-    label, table, budget = _types(quant, recipe, target_size)
+    recipe_name, table, budget = _types(quant, recipe, target_size)
     file = None if outfile is None else Path(outfile)
     if file is not None:
         _check_outfile(file)
     limit = split_max_size if split_max_size is not None or file is not None else DEFAULT_SPLIT
     choices = Choices(
-        quant=label,
+        quant=recipe_name,
         file_name=None if file is None else file.name,
         split_max_size=None if limit is None else parse_size(limit),
         name=name,
@@ -125,20 +131,10 @@ def _types(
         )
     if recipe is not None:
         file = Path(recipe)
-        try:
-            text = file.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = f"the recipe {file} cannot be read: {error}"
-            raise UsageError(reason, "name a file that --target-size wrote") from None
-        return _label(file.name.removesuffix(".recipe")), read_recipe(text, str(file)), None
+        return label(file.name.removesuffix(".recipe")), load_recipe(file), None
     if target_size is not None:
-        return _label(str(target_size)), None, parse_size(target_size)
+        return label(str(target_size)), None, parse_size(target_size)
     return resolve(quant or "").name, None, None
-
-
-def _label(text: str) -> str:
-    """What stands for the recipe's name in file names."""
-    return re.sub(r"[^A-Z0-9.]+", "_", text.upper()).strip("_.") or "MIX"
 
 
 def _check_outfile(file: Path) -> None:

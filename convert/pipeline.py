@@ -119,7 +119,7 @@ def convert(
         stamps = [source.stamp(shard) for shard in range(len(source.shards))]
         checkpoint = read_checkpoint(source)
         importance = None if imatrix is None else load_imatrix(imatrix, checkpoint)
-        choices = within_target(checkpoint, choices, importance)
+        choices = within_target(checkpoint, choices, importance, threads=workers, measured=progress.measured)
         plan = make_plan(checkpoint, choices, importance)
         check_importance(plan, importance)
         if on_plan:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from convert.config import ModelConfig, parse_config
 from convert.domain import Plan, PlannedFile, PlannedTensor, Source, SourceTensor, TensorSpec
@@ -26,6 +27,7 @@ from quant.gguf_split import split_name
 from quant.imatrix import Imatrix
 from quant.recipe_file import write_recipe
 from quant.recipe_report import dominant_type, missing_importance
+from quant.recipe_rules import quantizable
 from quant.recipes import Assignment, RecipeInfo, assign, resolve
 from quant.tensors import RecipeTensor
 from quant.types import QuantType
@@ -145,6 +147,10 @@ def make_plan(checkpoint: Checkpoint, choices: Choices, imatrix: Imatrix | None 
     ]
     cuts = cut(metadata.entries, entries, choices.split_max_size)
     layouts = lay_out_split(metadata.entries, entries, cuts)
+    if choices.table is not None:
+        # A recipe file is called as the output that it was written beside, model included.
+        own = label(file_stem(metadata.name)) + "_"
+        recipe = replace(recipe, name=recipe.name.removeprefix(own))
     stem = (choices.file_name or f"{file_stem(metadata.name)}-{recipe.name}.gguf").removesuffix(".gguf")
     files = tuple(
         PlannedFile(_file_name(stem, number, len(layouts)), layout.header, layout.nbytes)
@@ -171,8 +177,13 @@ def make_plan(checkpoint: Checkpoint, choices: Choices, imatrix: Imatrix | None 
         checkpoint.left_out,
         tuple(dict.fromkeys(warnings)),
         _digest(checkpoint, choices, files, planned, imatrix),
-        "" if choices.table is None else write_recipe(choices.table),
+        "" if choices.table is None else _table(choices, metadata.name, files, planned, imatrix),
     )
+
+
+def label(text: str) -> str:
+    """What stands for the name of a recipe in the names of files."""
+    return re.sub(r"[^A-Z0-9.]+", "_", text.upper()).strip("_.") or "MIX"
 
 
 def padding(plan: Plan, index: int) -> Iterator[tuple[int, int]]:
@@ -236,6 +247,25 @@ def _assign(
         allow_fallback=choices.allow_fallback,
         force=choices.force,
     )
+
+
+def _table(
+    choices: Choices,
+    name: str,
+    files: Sequence[PlannedFile],
+    planned: Sequence[PlannedTensor],
+    imatrix: Imatrix | None,
+) -> str:
+    """The text recipe that gives a plan's types again, and in its comment what else decides the bytes."""
+    tensors = recipe_tensors([tensor.spec for tensor in planned])
+    types = {t.spec.name: t.qtype for t, r in zip(planned, tensors, strict=True) if quantizable(r)}
+    comment = [f"{name}: {sum(file.nbytes for file in files):,} bytes, encoder {choices.encoder}"]
+    if imatrix is not None:
+        comment.append(f"importance matrix {imatrix.sha256}")
+    if choices.force and choices.tensor_types:
+        flags = " ".join(f"--tensor-type '{pattern}={qtype.name}'" for pattern, qtype in choices.tensor_types)
+        comment.append(f"types below floors need these flags again: --force {flags}")
+    return write_recipe(types, "\n".join(comment))
 
 
 def _facts(imatrix: Imatrix | None) -> ImatrixFacts | None:

@@ -11,6 +11,9 @@ from convert.domain import Plan
 class Progress(Protocol):
     """Receives a conversion's progress. All methods but ``planned`` may be called from several threads."""
 
+    def measured(self, done: int, total: int) -> None:
+        """Before a plan for a target size: so many of the tensors have been measured."""
+
     def planned(self, plan: Plan, resumed_units: int, resumed_bytes: int) -> None:
         """Work on ``plan`` begins; so much of its tensor data is there from an earlier run."""
 
@@ -26,6 +29,8 @@ class Progress(Protocol):
 
 class Silent:
     """Ignores all progress."""
+
+    def measured(self, done: int, total: int) -> None: ...
 
     def planned(self, plan: Plan, resumed_units: int, resumed_bytes: int) -> None: ...
 

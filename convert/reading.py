@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from convert.domain import Source, TensorSpec
-from convert.transforms import TRANSFORMS, Array, Operand
+from convert.transforms import TRANSFORMS, Array, Operand, expert_rows, source_names
+from quant.errors import ValueFault
 from quant.tensors import Rows, U8Array
 
 
@@ -29,3 +30,18 @@ def read_rows(source: Source, spec: TensorSpec, begin: int, end: int) -> Rows:
     transform = TRANSFORMS[spec.transform]
     operands = transform.reads(spec, source.tensors, begin, end)
     return transform.apply(spec, [fill(source, o, np.empty(o.nbytes, dtype=np.uint8)) for o in operands])
+
+
+def located(fault: ValueFault, source: Source, spec: TensorSpec, begin: int) -> ValueFault:
+    """``fault``, met in rows of ``spec`` from ``begin`` on, with the names of tensor, expert, row and sources."""
+    row = begin + (fault.row or 0)
+    rows = expert_rows(spec)
+    where = [spec.name]
+    if spec.experts:
+        where.append(f"expert {row // rows}")
+    if fault.row is not None:
+        where.append(f"row {row % rows}")
+    names = list(source_names(spec, row, row + 1))
+    shards = {source.shards[source.tensors[name].shard].name for name in names}
+    origin = f" (from {' and '.join(names)} in {' and '.join(sorted(shards))})" if names else ""
+    return ValueFault(f"{', '.join(where)}: {fault.message}{origin}", fault.hint, fault.row)

@@ -8,7 +8,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,7 @@ from convert.domain import Source
 from convert.flags import PathLike, choices_from_flags
 from convert.plan import check_importance, make_plan, read_checkpoint
 from convert.target_size import within_target
+from convert.threads import worker_count
 from kimi_gguf.conversion import convert
 from kimi_gguf.inspection import inspect
 from kimi_gguf.plan_summary import PlanSummary, summarize, summarize_shape
@@ -46,6 +47,7 @@ def plan(
     encoder: Literal["ggml", "native"] = "native",
     no_fallback: bool = False,
     force: bool = False,
+    measured: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[PlanSummary]:
     """What conversions would give, from headers and small files alone; nothing is written.
 
@@ -55,6 +57,7 @@ def plan(
         quant: one recipe, or several; every recipe when empty.
         recipe, target_size: instead of ``quant``, as ``convert``; the latter reads a sample of the weights.
         shape: ``k3`` or ``k3.1-pro`` instead of ``src``: a released model without its files.
+        measured: told, for a target size, how many of how many tensors have been measured.
         others: as ``convert``.
 
     Returns:
@@ -96,9 +99,10 @@ def plan(
     checkpoint = read_checkpoint(resolve_source(src))
     importance = None if imatrix is None else Imatrix.load(Path(imatrix))
     summaries = []
-    for choices in every:
+    for given in every:
         # One plan at a time: each holds the header of the whole vocabulary.
-        plan_ = make_plan(checkpoint, within_target(checkpoint, choices, importance), importance)
+        choices = within_target(checkpoint, given, importance, threads=worker_count(None), measured=measured)
+        plan_ = make_plan(checkpoint, choices, importance)
         if importance is not None:
             check_importance(plan_, importance)
         summaries.append(summarize(plan_))

@@ -152,13 +152,24 @@ class ConversionBars:
         self._console = console
         self._lock = Lock()
         self._bars: dict[str, Any] = {}
+        self._measuring: Any = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for bar in self._bars.values():
+        for bar in (*self._bars.values(), *([self._measuring] if self._measuring is not None else [])):
             bar.close()
+
+    def measured(self, done: int, total: int) -> None:
+        if self._console.mode == "human" and sys.stderr.isatty():
+            if self._measuring is None:
+                self._measuring = tqdm(desc="measure", total=total, unit="tensor", leave=False, file=sys.stderr)
+            self._measuring.update(done - self._measuring.n)
+            if done == total:
+                self._measuring.close()
+        elif done == 1:
+            self._console.note(f"measuring types on a sample of {total:,} tensors")
 
     def planned(self, plan: Plan, resumed_units: int, resumed_bytes: int) -> None:
         if resumed_units:

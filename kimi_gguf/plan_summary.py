@@ -12,6 +12,7 @@ from convert.domain import Plan, TensorSpec
 from convert.plan import Choices
 from convert.shapes import released_config, released_specs, text_sources, vision_sources
 from kimi_gguf.sizes import SizedTensor, SizeReport, size_report
+from kimi_gguf.type_table import TypeRow, type_rows
 from quant.recipe_rules import fit_rows
 from quant.recipes import Assignment, assign, resolve
 from quant.tensors import RecipeTensor, TensorClass
@@ -56,7 +57,7 @@ class PlanSummary:
         changes: tensors whose type is not the recipe's.
         left_out: number and bytes of checkpoint tensors that the text model does not hold.
         warnings: sentences.
-        table: text recipe that gives the types, where no recipe by name does.
+        table: text recipe that gives the types, where no recipe by name does; ``types`` tells them in short.
     """
 
     quant: str
@@ -71,6 +72,7 @@ class PlanSummary:
     left_out: tuple[int, int]
     warnings: tuple[str, ...]
     table: str = ""
+    types: tuple[TypeRow, ...] = ()
 
     @property
     def grows_experts(self) -> bool:
@@ -105,7 +107,7 @@ class PlanSummary:
             ],
             "left_out": {"tensors": self.left_out[0], "bytes": self.left_out[1]},
             "warnings": list(self.warnings),
-            **({"recipe": self.table} if self.table else {}),
+            **({"types": [row.to_dict() for row in self.types], "recipe": self.table} if self.table else {}),
         }
 
 
@@ -153,6 +155,7 @@ def summarize(plan: Plan) -> PlanSummary:
         left_out=(len(plan.left_out), sum(tensor.nbytes for tensor in plan.left_out)),
         warnings=plan.warnings,
         table=plan.table,
+        types=type_rows(plan.tensors) if plan.table else (),
     )
 
 

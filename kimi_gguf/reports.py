@@ -11,6 +11,7 @@ from kimi_gguf.demo import DemoResult
 from kimi_gguf.inspection import Inspection, plain_value
 from kimi_gguf.plan_summary import PlanSummary, grouped, shape_source, summarize
 from kimi_gguf.sizes import SizeReport, human_bytes
+from kimi_gguf.type_table import type_table
 
 _MOST_FILES = 12
 _LONGEST_VALUE = 80
@@ -56,7 +57,8 @@ def conversion_text(result: ConvertResult) -> str:
     if result.manifest is not None:
         lines.append(str(result.manifest))
     lines += result.notes
-    return "\n\n".join(["\n".join(lines), _sizes(summary.sizes), *_changes(summary)])
+    types = [type_table(summary.types)] if summary.types else []
+    return "\n\n".join(["\n".join(lines), *types, _sizes(summary.sizes), *_changes(summary)])
 
 
 def inspection_text(found: Inspection, *, tensors: bool = False) -> str:
@@ -117,7 +119,7 @@ def _one_plan(plan: PlanSummary) -> str:
         more = f"\n... {len(plan.files)} files" if len(plan.files) > _MOST_FILES else ""
         parts.append(table(("file", ">bytes"), rows) + more)
     if plan.table:
-        parts.append(f"types:\n{plan.table.rstrip()}")
+        parts.append(type_table(plan.types))
     parts += [_sizes(plan.sizes), *_changes(plan)]
     if plan.left_out[0]:
         parts.append(f"left out: {plan.left_out[0]:,} tensors, {plan.left_out[1]:,} bytes")

@@ -15,6 +15,7 @@ from typing import Final
 import gguf
 
 from quant.errors import UsageError
+from quant.recipe_file import ReadRecipe
 from quant.recipe_floors import FLOORS, below, check_encodable, refuse_below_floor, some, stated_types
 from quant.recipe_rules import DEFAULT_TYPES, facts_of, fit_rows, mixture, quantizable
 from quant.tensors import RecipeTensor, TensorClass
@@ -239,6 +240,11 @@ def _named_types(
 
 
 def _table_types(table: Mapping[str, QuantType], tensors: Sequence[RecipeTensor]) -> list[QuantType]:
+    places = table.places if isinstance(table, ReadRecipe) else {}
+
+    def place(name: str) -> str:
+        return f"{places[name]}: " if name in places else ""
+
     missing = [t.name for t in tensors if quantizable(t) and t.name not in table]
     if missing:
         raise UsageError(
@@ -247,9 +253,18 @@ def _table_types(table: Mapping[str, QuantType], tensors: Sequence[RecipeTensor]
         )
     unknown = sorted(set(table) - {t.name for t in tensors})
     if unknown:
-        raise UsageError(f"the recipe names {some(unknown)}, which this model does not have")
+        raise UsageError(
+            f"{place(unknown[0])}the recipe names {some(unknown)}, which this model does not have",
+            "remove the line, or take a recipe made for this model",
+        )
     for name, qtype in table.items():
-        check_encodable(qtype, f"recipe line for {name}")
+        check_encodable(qtype, place(name) + name)
+    for tensor in tensors:
+        if not quantizable(tensor) and table.get(tensor.name, QuantType.F32) is not QuantType.F32:
+            raise UsageError(
+                f"{place(tensor.name)}{tensor.name} is F32 in every file, not {table[tensor.name].name}",
+                "remove the line",
+            )
     return [table.get(t.name, QuantType.F32) if quantizable(t) else QuantType.F32 for t in tensors]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import numpy as np
 import pytest
 
 from quant.budget import Candidate, choose_types
@@ -49,6 +50,23 @@ def test_the_choice_is_the_best_of_all_within_the_budget(seed: int) -> None:
     )
     assert nbytes <= budget
     assert error == pytest.approx(min(fitting), rel=2e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_choice_for_many_tensors_is_that_of_an_exact_program(seed: int) -> None:
+    """The least error for each number of bytes, tensor by tensor."""
+    groups = problem(100 + seed, 40)
+    low, high = (sum(pick(c.nbytes for c in g) for g in groups) for pick in (min, max))
+    budget = low + (high - low) * (seed + 1) // 5
+    least = np.concatenate([[0.0], np.full(budget, np.inf)])
+    for group in groups:
+        longer = np.full(budget + 1, np.inf)
+        for c in group:
+            longer[c.nbytes :] = np.minimum(longer[c.nbytes :], least[: budget + 1 - c.nbytes] + c.error)
+        least = longer
+    nbytes, error = totals(groups, choose_types([c for g in groups for c in g], budget))
+    assert nbytes <= budget
+    assert error == pytest.approx(least.min(), rel=2e-6)
 
 
 def test_the_order_of_the_candidates_does_not_matter() -> None:

@@ -121,6 +121,7 @@ def test_early_files_of_a_set_are_finished_before_late_ones_are_written(checkpoi
     events: list[str] = []
 
     class Recorder:
+        def measured(self, done: int, total: int) -> None: ...
         def planned(self, plan: Plan, resumed_units: int, resumed_bytes: int) -> None: ...
         def wrote(self, nbytes: int) -> None:
             events.append("unit")

@@ -153,6 +153,7 @@ class Fragile:
         self.wrote = cut_at(unit)
         self.resumed = 0
 
+    def measured(self, done: int, total: int) -> None: ...
     def planned(self, plan: Plan, resumed_units: int, resumed_bytes: int) -> None:
         self.resumed = resumed_units
 

@@ -72,6 +72,7 @@ class Watcher:
         self.at = at
         self.act = act
 
+    def measured(self, done: int, total: int) -> None: ...
     def planned(self, plan: Plan, resumed_units: int, resumed_bytes: int) -> None:
         self.resumed = resumed_units
 

@@ -22,10 +22,12 @@ from kimi_gguf.reports import plan_text, plans_value
 def command(src: str | None, as_json: bool, quiet: bool, **flags: Any) -> None:
     """Show what converting the checkpoint SRC, a folder or a repository on the Hub, would give; nothing is written.
 
-    Without SRC the current folder is taken. Only headers and small files are read.
+    Without SRC the current folder is taken. Only headers and small files are read, and for --target-size
+    a sample of the weights.
     """
-    plans = api.plan(src, **flags)
     console = console_for(as_json, quiet)
+    with console.progress() as progress:
+        plans = api.plan(src, measured=progress.measured, **flags)
     # The table says what concerns one recipe of several.
     console.warnings(w for w in plans[0].warnings if all(w in plan.warnings for plan in plans))
     console.result(plans_value(plans, flags["shape"]), plan_text(plans, flags["shape"]))
