@@ -93,7 +93,7 @@ def plan(
         for one in names
     ]
     if shape is not None and other:
-        raise UsageError("--shape has no weights to measure", "give --quant, or a checkpoint")
+        raise UsageError("--shape has no weights to measure: it goes with --quant alone", "name a checkpoint instead")
     if shape is not None:
         return summarize_shape(shape, every, has_imatrix=imatrix is not None)
     checkpoint = read_checkpoint(resolve_source(src))

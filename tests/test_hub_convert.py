@@ -18,6 +18,7 @@ from hub_samples import REPO, on_disk, ranges, start_client, start_server, wait_
 from hub_server import TOKEN, HubServer
 from hub_store import HubStore
 
+from convert import sampled_error
 from convert.domain import Plan, Source
 from kimi_gguf import convert, inspect, plan
 from kimi_gguf.cli import run
@@ -91,6 +92,22 @@ def test_twelve_shards_on_the_disk_of_two(hub: HubServer, checkpoint: Path, expe
     assert {s["name"]: s["sha256"] for s in manifest["source"]["shards"]} == {
         name: entry["object"] for name, entry in listed.items() if name.endswith(".safetensors")
     }
+
+
+def test_types_for_a_size_are_chosen_from_a_sample_alone(
+    hub: HubServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampled_error, "SAMPLED_WEIGHTS", 1 << 11)
+    hub.store.add_folder(REPO, checkpoint)
+    (lossless,) = plan(checkpoint, quant="MXFP4")
+    target = (lossless.nbytes or 0) * 4 // 5
+    (here,) = plan(checkpoint, target_size=target, name="Kimi")
+    (there,) = plan(REPO, target_size=target, name="Kimi")
+    assert (there.table, there.nbytes) == (here.table, here.nbytes)
+    asked = [r for shard in checkpoint.glob("*.safetensors") for r in ranges(hub.requests, shard.name)]
+    whole = sum(shard.stat().st_size for shard in checkpoint.glob("*.safetensors"))
+    assert asked and None not in asked
+    assert sum(r[1] - r[0] for r in asked if r) < whole / 2
 
 
 @pytest.mark.parametrize("sharding", [700_000, "shuffled"])

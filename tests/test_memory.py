@@ -27,7 +27,8 @@ def watch(over):
 over = threading.Event()
 watcher = threading.Thread(target=watch, args=(over,))
 watcher.start()
-result = convert(sys.argv[1], quant=sys.argv[2], outdir=sys.argv[3], threads=2, dry_run=sys.argv[4] == "plan")
+types = {"target_size" if sys.argv[2][-1] == "G" else "quant": sys.argv[2]}
+result = convert(sys.argv[1], outdir=sys.argv[3], threads=2, dry_run=sys.argv[4] == "plan", **types)
 over.set()
 watcher.join()
 data = sum(tensor.nbytes for tensor in result.plan.tensors)
@@ -65,6 +66,14 @@ def test_memory_does_not_grow_with_the_model(checkpoints: tuple[Path, Path], tmp
     assert large["data"] > 3.5 * small["data"] > 150_000_000
     assert large["peak"] < LIMIT / 4
     assert large["peak"] < small["peak"] + 25_000_000
+
+
+@pytest.mark.slow
+def test_types_for_a_size_are_measured_on_the_release_within_the_limit(sparse_release: Path, tmp_path: Path) -> None:
+    plan = measured(sparse_release, "1100G", tmp_path, "plan")
+    assert plan["data"] <= 1_100_000_000_000
+    assert plan["tensors"] == 2693
+    assert plan["peak"] < LIMIT
 
 
 @pytest.mark.slow
