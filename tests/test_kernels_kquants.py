@@ -90,11 +90,23 @@ def test_weights_like_a_model_s_lose_less_than_with_ggml(sigma: float | None, qt
 @pytest.mark.parametrize("scales", [(117, 117), (116, 118), (114, 121), (104, 136), (100, 112), (136, 152)], ids=str)
 def test_random_codes_lose_less_than_with_ggml(scales: tuple[int, int], qtype: QuantType) -> None:
     rows = random_rows(scales[0], 60, 256, scales)
-    for sigma in (None, 0.7, 1.5):
+    for sigma in (None, 0.7, 1.5, 2.5, 4.0):
         importance = log_normal(sigma, 256)
         data = native.encode(rows, qtype, importance)
         assert np.isfinite(judged(data, qtype, 256)).all()
         ours, theirs = block_errors(data, rows, qtype, importance), ggml_errors(rows, qtype, importance)
+        assert (ours <= 1.05 * theirs).all() and ours.sum() <= theirs.sum()
+
+
+@pytest.mark.parametrize("qtype", TYPES, ids=name)
+@pytest.mark.parametrize("sigma", [1.5, 2.5, 4.0])
+def test_a_few_columns_that_outweigh_the_rest_lose_no_more_than_with_ggml(sigma: float, qtype: QuantType) -> None:
+    for seed in range(6):
+        rows = random_rows(seed, 30, 3584, (116, 119))
+        rng = np.random.default_rng(seed)
+        importance = np.exp(sigma * rng.standard_normal(3584)).astype(np.float32)
+        ours = block_errors(native.encode(rows, qtype, importance), rows, qtype, importance)
+        theirs = ggml_errors(rows, qtype, importance)
         assert (ours <= 1.05 * theirs).all() and ours.sum() <= theirs.sum()
 
 

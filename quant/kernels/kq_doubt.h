@@ -1,12 +1,27 @@
-/* When a fast search asks for a second opinion; included after kq_codes.h. */
+/* When the choice of a fast search is compared with ggml's, and which one is taken.
+ *
+ * The fast searches rank roundings in single precision and keep a few of them. On weights like those of a model they
+ * beat ggml's encoder in every super-block; where few levels, far apart exponents or uneven importance make the error
+ * nearly zero or leave it to one sub-block, luck may decide, and this file sees to it that it is never ggml's.
+ * Included after kq_choice, round_codes, classic_choice and indices_of of the type. */
 #ifndef KQ_DOUBT_H
 #define KQ_DOUBT_H
 
-#include "kq_careful.h"
+/* With importance ggml's choice is looked at too where the error is beyond this factor of the least that the sub-blocks
+ * could have each for itself. */
+#define NEAR_LEAST 1.15f
+
+typedef struct {
+    kq_codes codes;
+    kq_choice choice;
+    uint8_t quants[SUBS][16] KQ_ALIGNED;
+} kq_solution;
 
 /* Limits of a type: error relative to the energy of the super-block below which chance may decide, without and with
- * importance; and the number of sub-blocks with at most four levels that are suspect. */
-typedef struct { float floor, floor_weighted; int few; } kq_trust;
+ * importance; the number of sub-blocks with at most four levels that are suspect; and the effective number of columns
+ * below which ggml's choice is looked at. */
+typedef struct { float floor, floor_weighted; int few, columns; } kq_trust;
+enum { FEWEST_COLUMNS = 10 };
 
 /* Whether at most four bits are set; popcount is no instruction of every processor. */
 KQ_INLINE int at_most_four(uint32_t bits) {
@@ -27,7 +42,7 @@ KQ_INLINE int doubtful(const kq_codes *b, const kq_row *row, int64_t block, kq_t
     }
     float energy = kq_sum16(energies), size = d < 0 ? -d : d;
     if (b->used == 0) return 0;
-    if (kq_lopsided(row, block) || b->widest >= (row->weights ? 3 : 4)) return 1;
+    if (kq_effective_columns(row, block) < FEWEST_COLUMNS || b->widest >= (row->weights ? 3 : 4)) return 1;
     if (b->exponent > 140 || size < 8 * half.step) return 1;
     if (error < (row->weights ? trust.floor_weighted : trust.floor) * energy) return 1;
     int few = 0, used = 0;
@@ -41,6 +56,23 @@ KQ_INLINE int doubtful(const kq_codes *b, const kq_row *row, int64_t block, kq_t
     return error > 1.1f * least || least < 1e-5f * energy || error < 1e-3f * energy;
 }
 
+/* Takes ggml's choice where it is better; in doubt, by errors in double precision. */
+KQ_INLINE float reconsider(const kq_row *row, int64_t block, int doubt, float error, kq_solution *out) {
+    kq_solution theirs;
+    classic_choice(&out->codes, row, block, &theirs.choice);
+    float other = round_codes(&out->codes, &theirs.choice, theirs.quants);
+    if (doubt) {
+        kq_indices a = indices_of(&theirs.choice, out->codes.exponent);
+        kq_indices b = indices_of(&out->choice, out->codes.exponent);
+        if (!kq_closer(row, block, TYPE, &a, &b)) return error;
+    } else if (!(other < error)) {
+        return error;
+    }
+    out->choice = theirs.choice;
+    memcpy(out->quants, theirs.quants, sizeof out->quants);
+    return other;
+}
+
 /* Counts the super-block in the statistics of the call. */
 KQ_INLINE void tally(const kq_row *row, const kq_codes *b, kq_half_range half, float d, float error) {
     float size = d < 0 ? -d : d;
@@ -48,6 +80,18 @@ KQ_INLINE void tally(const kq_row *row, const kq_codes *b, kq_half_range half, f
     row->stats->blocks += 1;
     row->stats->exact += exact;
     row->stats->clipped += !exact && b->used && at_end;
+}
+
+/* What follows the search, whose choice is in `out`: `least` is the sum of the sub-blocks' own least errors. */
+KQ_INLINE void settle(const kq_row *row, int64_t block, int weighted, kq_trust trust, kq_half_range half, float least,
+                      kq_solution *out) {
+    const kq_codes *codes = &out->codes;
+    float error = round_codes(codes, &out->choice, out->quants);
+    int doubt = doubtful(codes, row, block, trust, half, out->choice.d, error, least);
+    if (doubt || (weighted && (kq_effective_columns(row, block) < trust.columns || error > NEAR_LEAST * least))) {
+        error = reconsider(row, block, doubt, error, out);
+    }
+    tally(row, codes, half, out->choice.d, error);
 }
 
 #endif

@@ -4,15 +4,13 @@
 
 #include <stdlib.h>
 
-/* A super-block is lopsided if the effective number of its columns, (sum w)^2 / sum w^2, is below `few_columns`, or if
- * more than `most_idle` of them weigh next to nothing. A log-normal importance with sigma 1.5 leaves about 40. */
-static const double few_columns = 10;
+/* So many columns of next to no weight make a super-block's own least error doubtful, whatever the others weigh. */
 static const int most_idle = 64;
 
 void *kq_prepare_importance(const float *importance, int64_t cols) {
     float *weights = malloc((size_t)cols * sizeof *weights + (size_t)(cols / KQ_SUPER));
     if (!weights) return NULL;
-    uint8_t *lopsided = (uint8_t *)(weights + cols);
+    uint8_t *effective = (uint8_t *)(weights + cols);
     for (int64_t first = 0; first < cols; first += KQ_SUPER) {
         float largest = 0;
         int idle = 0;
@@ -26,7 +24,8 @@ void *kq_prepare_importance(const float *importance, int64_t cols) {
             squares += (double)relative * relative;
             idle += relative < 0x1p-20f;
         }
-        lopsided[first / KQ_SUPER] = sum * sum < few_columns * squares || idle > most_idle;
+        double columns = sum * sum / squares;
+        effective[first / KQ_SUPER] = idle > most_idle ? 0 : columns < 255 ? (uint8_t)columns : 255;
     }
     return weights;
 }

@@ -90,6 +90,19 @@ KQ_INLINE float kq_inverse(float d) {
     return d != 0 ? 1.0f / d : 0.0f;
 }
 
+KQ_INLINE vf vf_sqrt(vf v) {
+#if KQ_LANES == 16
+    return (vf)_mm512_sqrt_ps((__m512)v);
+#elif KQ_LANES == 8
+    return (vf)_mm256_sqrt_ps((__m256)v);
+#elif defined(__SSE2__)
+    return (vf)_mm_sqrt_ps((__m128)v);
+#else
+    for (int i = 0; i < KQ_LANES; ++i) v[i] = __builtin_sqrtf(v[i]);
+    return v;
+#endif
+}
+
 /* Integers 0..255 as bytes. */
 KQ_INLINE void kq_store_bytes(uint8_t *out, vf v) {
 #if KQ_LANES == 16

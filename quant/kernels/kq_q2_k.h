@@ -11,8 +11,8 @@
 #define TYPE KQ_TYPE_Q2_K
 #include "kq_affine.h"
 
-static const kq_trust trust = {0.045f, 0.018f, 3};
-static const kq_effort effort = {2, 4, 2, 1.04f};
+static const kq_trust trust = {0.045f, 0.018f, 3, 32};
+static const kq_effort effort = {2, 2, 4, 2, 1.04f}, effort_weighted = {3, 4, 8, 4, 1.02f};
 
 /* Quants of the sub-blocks first, first + 2, first + 4, first + 6, two bits each, in 16 bytes. */
 KQ_INLINE void pack_four(const uint8_t *packed, uint8_t (*quants)[16], int first, uint8_t *out) {
@@ -54,7 +54,8 @@ static void encode_row(const kq_row *row) {
     kq_block_q2_k *out = (kq_block_q2_k *)row->out;
     for (int64_t i = 0; i < row->cols / KQ_SUPER; ++i) {
         kq_solution found;
-        solve(row, i, effort, trust, &found);
+        if (row->weights) solve(row, i, 1, effort_weighted, trust, &found);
+        else solve(row, i, 0, effort, trust, &found);
         pack(row->packed + KQ_SUPER / 2 * i, &found.choice, found.codes.exponent, found.quants, out + i);
     }
 }

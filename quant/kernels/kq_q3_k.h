@@ -5,8 +5,11 @@
  * the super-block, the best one refitted.
  */
 #define SUBS 16
+#define TYPE KQ_TYPE_Q3_K
+#include "kq_classic.h"
+#include "kq_closer.h"
 #include "kq_codes.h"
-#include "kq_doubt.h"
+#include "kq_columns.h"
 
 enum { SCALE_TRIALS = 32, INDEX_LOW = -32, INDEX_TOP = 31 };
 
@@ -131,6 +134,77 @@ KQ_INLINE float round_codes(const kq_codes *b, const kq_choice *choice, uint8_t 
     return kq_sum16(error);
 }
 
+/* ggml's scales with importance (make_qx_quants), all sub-blocks at once: lane j is sub-block j. */
+KQ_INLINE void classic_scales(const kq_columns *of, float *scales, float *sums) {
+    KQ_EACH(l) {
+        vf extreme = {0}, sum = {0}, scale = {0}, best = {0};
+        for (int i = 0; i < SUB_SIZE; ++i) {
+            vf x = vf_load(of->x[i] + l);
+            extreme = vf_pick(vf_less(vf_max(extreme, -extreme), vf_max(x, -x)), x, extreme);
+            sum += vf_load(of->w[i] + l);
+        }
+        vm used = vf_less((vf){0}, vf_max(extreme, -extreme));
+        extreme = vf_pick(used, extreme, vf_all(1));
+        for (int order = 0; order < 19; ++order) {
+            /* The plain density first, then those around it. */
+            int step = order == 0 ? 0 : order <= 9 ? order - 10 : order - 9;
+            vf density = -(4.0f + 0.1f * (float)step) / extreme, xq = {0}, qq = {0};
+            for (int i = 0; i < SUB_SIZE; ++i) {
+                vf x = vf_load(of->x[i] + l), w = vf_load(of->w[i] + l), q = quant_of(density * x);
+                xq += w * x * q;
+                qq += w * q * q;
+            }
+            vf bottom = vf_pick(vf_less((vf){0}, qq), qq, vf_all(1));
+            vm better = vf_less(best * qq, xq * xq);
+            scale = vf_pick(better, xq / bottom, scale);
+            best = vf_pick(better, scale * xq, best);
+        }
+        vf_store(scales + l, vf_pick(used, scale, (vf){0}));
+        vf_store(sums + l, sum);
+    }
+}
+
+/* The same without importance, one sub-block after the other, each as important as any. */
+KQ_INLINE float classic_plain(const kq_columns *of, float *indices) {
+    float scales[16], most = 0;
+    for (int j = 0; j < SUBS; ++j) {
+        float x[SUB_SIZE];
+        for (int i = 0; i < SUB_SIZE; ++i) x[i] = of->x[i][j];
+        scales[j] = kq_classic_scale_stepwise(SUB_SIZE, 4, x);
+        most = scales[j] * scales[j] > most * most ? scales[j] : most;
+    }
+    float density = most != 0 ? INDEX_LOW / most : 0;
+    for (int j = 0; j < SUBS; ++j) indices[j] = index_of(vf_all(density * scales[j]))[0];
+    return most != 0 ? 1 / density : 0;
+}
+
+/* ggml's choice; its error and normal equation are left unset. */
+KQ_INLINE void classic_choice(const kq_codes *b, const kq_row *row, int64_t block, kq_choice *out) {
+    kq_columns columns;
+    read_columns(b, row, block, &columns);
+    float d;
+    if (row->importance) {
+        float scales[16] KQ_ALIGNED, sums[16] KQ_ALIGNED;
+        int8_t found[16];
+        classic_scales(&columns, scales, sums);
+        d = kq_classic_scale(SUBS, 32, scales, sums, found);
+        for (int j = 0; j < SUBS; ++j) out->scales[j] = found[j];
+    } else {
+        d = classic_plain(&columns, out->scales);
+    }
+    out->d = stored_half(d, b->exponent);
+}
+
+/* The choice as a decoder sees it. */
+KQ_INLINE kq_indices indices_of(const kq_choice *choice, int exponent) {
+    kq_indices out = {0};
+    out.d = kq_half_from_double(choice->d * kq_pow2(exponent - 128));
+    for (int j = 0; j < SUBS; ++j) out.scales[j] = (int8_t)choice->scales[j];
+    return out;
+}
+
+#include "kq_doubt.h"
+
 /* Sixteen columns of each of the eight groups of 32: low two bits of quants `quants`, third bits `high`. */
 KQ_INLINE void pack_side(const uint8_t *packed, uint8_t (*quants)[16], int side, kq_block_q3_k *out) {
     uint8_t *high = out->hmask + 16 * side;
@@ -193,36 +267,23 @@ KQ_INLINE void pack(const uint8_t *packed, const kq_choice *choice, int exponent
     pack_side(packed, quants, 1, out);
 }
 
-/* Asks kq_careful; if that knows better, `choice` becomes its answer. */
-KQ_INLINE int reconsider(const kq_row *row, int64_t block, int exponent, kq_choice *choice) {
-    double unit = kq_pow2(exponent - 128);
-    kq_indices indices = {0};
-    indices.d = kq_half_from_double(choice->d * unit);
-    for (int j = 0; j < SUBS; ++j) indices.scales[j] = (int8_t)choice->scales[j];
-    if (!kq_careful(row, block, KQ_TYPE_Q3_K, &indices)) return 0;
-    choice->d = (float)(kq_half_to_double(indices.d) / unit);
-    for (int j = 0; j < SUBS; ++j) choice->scales[j] = indices.scales[j];
-    return 1;
-}
+static const kq_trust trust = {0.0125f, 0.006f, 3, 32};
 
-static const kq_trust trust = {0.0125f, 0.006f, 3};
+KQ_INLINE void solve(const kq_row *row, int64_t block, int weighted, kq_trust trust, kq_solution *out) {
+    kq_fits fits;
+    read_codes(row, block, &out->codes);
+    fit_all(&out->codes, weighted, &fits);
+    kq_half_range half = half_range(out->codes.exponent);
+    search(&fits, half, &out->choice);
+    settle(row, block, weighted, trust, half, kq_sum16(fits.error), out);
+}
 
 static void encode_row(const kq_row *row) {
     for (int64_t i = 0; i < row->cols / KQ_SUPER; ++i) {
-        kq_codes codes;
-        kq_fits fits;
-        kq_choice choice;
-        uint8_t quants[SUBS][16] KQ_ALIGNED;
-        read_codes(row, i, &codes);
-        fit_all(&codes, row->weights != NULL, &fits);
-        kq_half_range half = half_range(codes.exponent);
-        search(&fits, half, &choice);
-        float error = round_codes(&codes, &choice, quants);
-        if (doubtful(&codes, row, i, trust, half, choice.d, error, kq_sum16(fits.error)) &&
-            reconsider(row, i, codes.exponent, &choice)) {
-            error = round_codes(&codes, &choice, quants);
-        }
-        tally(row, &codes, half, choice.d, error);
-        pack(row->packed + KQ_SUPER / 2 * i, &choice, codes.exponent, quants, (kq_block_q3_k *)row->out + i);
+        kq_solution found;
+        if (row->weights) solve(row, i, 1, trust, &found);
+        else solve(row, i, 0, trust, &found);
+        pack(row->packed + KQ_SUPER / 2 * i, &found.choice, found.codes.exponent, found.quants,
+             (kq_block_q3_k *)row->out + i);
     }
 }

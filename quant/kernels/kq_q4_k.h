@@ -11,8 +11,8 @@
 #define TYPE KQ_TYPE_Q4_K
 #include "kq_affine.h"
 
-static const kq_trust trust = {0, 0, 1};
-static const kq_effort effort = {2, 6, 2, 1.03f};
+static const kq_trust trust = {0, 0, 1, 20};
+static const kq_effort effort = {2, 2, 6, 2, 1.03f}, effort_weighted = {3, 4, 8, 4, 1.02f};
 
 /* Quants of two sub-blocks, in the low and the high nibbles of 32 bytes. */
 KQ_INLINE void pack_pair(const uint8_t *packed, const uint8_t *low, const uint8_t *high, uint8_t *out) {
@@ -55,7 +55,8 @@ static void encode_row(const kq_row *row) {
     kq_block_q4_k *out = (kq_block_q4_k *)row->out;
     for (int64_t i = 0; i < row->cols / KQ_SUPER; ++i) {
         kq_solution found;
-        solve(row, i, effort, trust, &found);
+        if (row->weights) solve(row, i, 1, effort_weighted, trust, &found);
+        else solve(row, i, 0, effort, trust, &found);
         pack(row->packed + KQ_SUPER / 2 * i, &found.choice, found.codes.exponent, found.quants, out + i);
     }
 }
