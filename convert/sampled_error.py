@@ -124,14 +124,14 @@ def measure(
             return _errors(source, spec, samples, types, encoder)
 
     result = []
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="measure") as pool:
-        try:
-            for done, errors in enumerate(pool.map(work, wanted.items()), start=1):
-                result.append(errors)
-                measured(done, len(wanted))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    pool = ThreadPoolExecutor(_READERS, thread_name_prefix="measure")
+    try:
+        for done, errors in enumerate(pool.map(work, wanted.items()), start=1):
+            result.append(errors)
+            measured(done, len(wanted))
+    finally:
+        # A reader may wait for the Hub; whoever gives up closes the source, which ends the wait.
+        pool.shutdown(wait=False, cancel_futures=True)
     return result
 
 

@@ -9,12 +9,13 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Literal
 
 from convert.domain import Source
 from convert.flags import PathLike, choices_from_flags
-from convert.plan import check_importance, make_plan, read_checkpoint
+from convert.plan import check_importance, load_imatrix, make_plan, read_checkpoint
+from convert.source import LocalSource
 from convert.target_size import within_target
 from convert.threads import worker_count
 from kimi_gguf.conversion import convert
@@ -22,7 +23,6 @@ from kimi_gguf.inspection import inspect
 from kimi_gguf.plan_summary import PlanSummary, summarize, summarize_shape
 from kimi_gguf.sources import resolve_source
 from quant.errors import UsageError
-from quant.imatrix import Imatrix
 from quant.recipes import RECIPES
 
 __all__ = ["convert", "inspect", "plan"]
@@ -96,14 +96,18 @@ def plan(
         raise UsageError("--shape has no weights to measure: it goes with --quant alone", "name a checkpoint instead")
     if shape is not None:
         return summarize_shape(shape, every, has_imatrix=imatrix is not None)
-    checkpoint = read_checkpoint(resolve_source(src))
-    importance = None if imatrix is None else Imatrix.load(Path(imatrix))
-    summaries = []
-    for given in every:
-        # One plan at a time: each holds the header of the whole vocabulary.
-        choices = within_target(checkpoint, given, importance, threads=worker_count(None), measured=measured)
-        plan_ = make_plan(checkpoint, choices, importance)
-        if importance is not None:
-            check_importance(plan_, importance)
-        summaries.append(summarize(plan_))
-    return summaries
+    source = resolve_source(src)
+    with ExitStack() as stack:
+        if source is not src and isinstance(source, LocalSource):
+            stack.callback(source.close)
+        checkpoint = read_checkpoint(source)
+        importance = None if imatrix is None else load_imatrix(imatrix, checkpoint)
+        summaries = []
+        for given in every:
+            # One plan at a time: each holds the header of the whole vocabulary.
+            choices = within_target(checkpoint, given, importance, threads=worker_count(None), measured=measured)
+            plan_ = make_plan(checkpoint, choices, importance)
+            if importance is not None:
+                check_importance(plan_, importance)
+            summaries.append(summarize(plan_))
+        return summaries

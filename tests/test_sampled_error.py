@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from threading import Event
 
 import gguf
 import numpy as np
@@ -156,3 +157,23 @@ def test_only_the_sample_is_read() -> None:
     source, (spec,) = dense({"w": np.ones((2000, 256), dtype=np.float32)})
     measure(source, {spec: (Q.Q8_0,)}, encoder="ggml", imatrix=None, threads=1, measured=lambda done, total: None)
     assert sum(end - begin for _, begin, end in source.reads) == 4 * SAMPLED_WEIGHTS
+
+
+def test_who_gives_up_does_not_wait_for_readers() -> None:
+    source, specs = dense({name: np.ones((2, 256), dtype=np.float32) for name in "ab"})
+    answered, read = Event(), source.read_into
+
+    def slow(shard: int, offset: int, buffer: memoryview) -> None:
+        if offset:
+            answered.wait(30)
+        read(shard, offset, buffer)
+
+    def interrupted(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    source.read_into = slow  # type: ignore[method-assign]
+    wanted = dict.fromkeys(specs, (Q.Q8_0,))
+    with pytest.raises(KeyboardInterrupt):
+        measure(source, wanted, encoder="ggml", imatrix=None, threads=1, measured=interrupted)
+    assert not answered.is_set()
+    answered.set()
