@@ -159,7 +159,10 @@ class WorkUnit:
 
 @dataclass(frozen=True, slots=True)
 class ConvertResult:
-    """What a finished conversion left behind; no files and no manifest after a dry run."""
+    """What a finished conversion left behind; no files and no manifest after a dry run.
+
+    ``recipe`` is the text recipe that was written for a target size.
+    """
 
     plan: Plan
     files: tuple[Path, ...]
@@ -167,3 +170,4 @@ class ConvertResult:
     seconds: float
     resumed_units: int = 0
     notes: tuple[str, ...] = field(default=())
+    recipe: Path | None = None

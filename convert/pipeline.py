@@ -131,6 +131,9 @@ def convert(
         settings = _settings(choices, importance)
         units = UnitTable([tensor.spec for tensor in plan.tensors])
         imatrix_sha256 = importance.sha256 if importance else None
+        recipe_file = None
+        if choices.target_size is not None:
+            recipe_file = directory / f"{_set_name(plan).removesuffix('.gguf')}.recipe"
 
         def manifest_of(records: Mapping[int, FileRecord]) -> bytes:
             return manifest_bytes(checkpoint, plan, settings, records, imatrix_sha256=imatrix_sha256)
@@ -146,8 +149,8 @@ def convert(
                 delivery.take(index, path, session.journal.files[index])
 
         try:
-            if choices.target_size is not None:
-                write_atomically(directory / f"{_set_name(plan).removesuffix('.gguf')}.recipe", plan.table.encode())
+            if recipe_file is not None:
+                write_atomically(recipe_file, plan.table.encode())
             progress.planned(plan, len(units) - len(session.pending), done_bytes(plan, units, session.pending))
             for index in session.unfinished:
                 outputs.prepare(index, padding(plan, index))
@@ -179,7 +182,7 @@ def convert(
         session.journal.remove()
     files = () if delivery else tuple(outputs.final(index) for index in range(len(plan.files)))
     resumed = len(units) - len(session.pending)
-    return ConvertResult(plan, files, outputs.manifest, time.monotonic() - started, resumed)
+    return ConvertResult(plan, files, outputs.manifest, time.monotonic() - started, resumed, recipe=recipe_file)
 
 
 @contextmanager

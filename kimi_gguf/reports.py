@@ -41,6 +41,7 @@ def conversion_value(result: ConvertResult) -> dict[str, Any]:
         **summarize(result.plan).to_dict(),
         "files": [str(path) for path in result.files],
         "manifest": None if result.manifest is None else str(result.manifest),
+        **({} if result.recipe is None else {"recipe_file": str(result.recipe)}),
         "seconds": round(result.seconds, 3),
         "resumed_units": result.resumed_units,
         "notes": list(result.notes),
@@ -56,6 +57,8 @@ def conversion_text(result: ConvertResult) -> str:
     lines += [str(path) for path in result.files]
     if result.manifest is not None:
         lines.append(str(result.manifest))
+    if result.recipe is not None:
+        lines.append(str(result.recipe))
     lines += result.notes
     types = [type_table(summary.types)] if summary.types else []
     return "\n\n".join(["\n".join(lines), *types, _sizes(summary.sizes), *_changes(summary)])

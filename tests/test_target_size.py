@@ -18,6 +18,7 @@ from convert import sampled_error
 from convert.flags import parse_size
 from convert.pipeline import convert
 from convert.plan import Choices, make_plan, read_checkpoint
+from convert.progress import Silent
 from convert.sampled_error import measure, weight_in_sum
 from convert.source import LocalSource, open_source
 from convert.target_size import candidate_types, within_target
@@ -82,6 +83,30 @@ def test_a_recipe_alone_gives_the_same_bytes_under_the_same_name(checkpoint: Pat
     (again,) = convert(checkpoint, target_size="9M", outdir=tmp_path / "c", threads=3).files
     assert sha(again) == sha(file)
     assert again.with_suffix(".recipe").read_bytes() == recipe.read_bytes()
+
+
+class Stop(Exception):
+    pass
+
+
+class Interrupted(Silent):
+    def wrote(self, nbytes: int) -> None:
+        raise Stop
+
+
+def test_an_interrupted_conversion_is_continued_by_the_same_command(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Stop):
+        convert(checkpoint, target_size="9M", outdir=tmp_path / "a", threads=1, progress=Interrupted())
+    assert [path.suffix for path in sorted((tmp_path / "a").iterdir())] == [".journal", ".partial", ".recipe"]
+    whole = convert(checkpoint, target_size="9M", outdir=tmp_path / "b")
+    command = ["convert", str(checkpoint), "--target-size", "9M", "--outdir", str(tmp_path / "a"), "--json"]
+    assert run(command) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert sha(Path(value["files"][0])) == sha(whole.files[0])
+    assert value["recipe_file"] == str(tmp_path / "a" / whole.files[0].with_suffix(".recipe").name)
+    assert Path(value["recipe_file"]).read_text() == value["recipe"]
 
 
 def test_what_a_recipe_cannot_say_stands_in_its_comment(checkpoint: Path, tmp_path: Path) -> None:
@@ -269,6 +294,8 @@ def test_the_plan_prints_a_row_per_kind_and_type(checkpoint: Path, capsys: pytes
     assert sum(row["count"] for row in value["types"]) == len(table)
     stacks = [row for row in value["types"] if row["tensors"] == "blk.*.ffn_down_exps.weight"]
     assert {row["type"] for row in stacks} == {t.name for n, t in table.items() if "ffn_down_exps" in n}
+    assert run(["plan", str(checkpoint), "--target-size", "9M", "-q"]) == 0
+    assert capsys.readouterr().out == value["recipe"]
     assert run(["plan", str(checkpoint), "--target-size", "9M"]) == 0
     shown = capsys.readouterr()
     assert shown.out.count("blk.*.ffn_down_exps.weight ") == len(stacks)

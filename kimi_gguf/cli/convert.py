@@ -86,7 +86,7 @@ def command(src: str | None, yes: bool, as_json: bool, quiet: bool, **flags: Any
         )
     if flags["dry_run"]:
         plans = [summarize(result.plan)]
-        console.result(plans_value(plans, None), plan_text(plans, None))
+        console.result(plans_value(plans, None), plan_text(plans, None), quiet=plans[0].table.rstrip())
         return
     files = "\n".join(str(path) for path in result.files)
     console.result(conversion_value(result), conversion_text(result), quiet=files)

@@ -30,4 +30,6 @@ def command(src: str | None, as_json: bool, quiet: bool, **flags: Any) -> None:
         plans = api.plan(src, measured=progress.measured, **flags)
     # The table says what concerns one recipe of several.
     console.warnings(w for w in plans[0].warnings if all(w in plan.warnings for plan in plans))
-    console.result(plans_value(plans, flags["shape"]), plan_text(plans, flags["shape"]))
+    # The one thing of a plan that can be put to use again: a text recipe.
+    recipe = plans[0].table.rstrip()
+    console.result(plans_value(plans, flags["shape"]), plan_text(plans, flags["shape"]), quiet=recipe)
