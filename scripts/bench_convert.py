@@ -1,7 +1,9 @@
 """Measures conversions of one synthetic K3 checkpoint, ours beside llama.cpp's, in one run.
 
-MXFP4     ours against ``convert_hf_to_gguf.py --outtype bf16``: CPU seconds beyond imports
-Q4_K_M    ours, with ggml's encoder, against that converter plus ``llama-quantize --allow-requantize``: wall seconds
+MXFP4     ours against ``convert_hf_to_gguf.py --outtype bf16``: CPU seconds beyond imports; and against the least
+          that a checked copy can cost: the shards copied into one file, and one SHA-256 over it
+Q4_K_M, Q2_K
+          ours against that converter plus ``llama-quantize --allow-requantize``: CPU and wall seconds
 
 Each side runs in a child process. Ours includes hashing and reading back. llama.cpp's side runs unchanged but for its
 vocabulary step, which needs the model's own tokenizer code: placeholders are written instead, in its favour; and for
@@ -21,8 +23,10 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 import types
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +39,14 @@ DENSE_LAYER_BYTES = 30_000_000
 EMBEDDING_BYTES = 67_000_000
 FEWEST_EXPERTS = 16
 SEED = 7
+COPY = "copy and SHA-256"
+QUANTIZED = ("Q4_K_M", "Q2_K")
 
 
 @dataclass(frozen=True)
 class Run:
-    """One measured child: seconds, bytes of peak memory, bytes of the files that it left."""
+    """One measured child: seconds, bytes of peak memory, bytes of the files that it left, CPU seconds of its
+    parts by name."""
 
     name: str
     wall: float
@@ -47,6 +54,7 @@ class Run:
     imports_cpu: float
     peak_rss: int
     files: int
+    parts: dict[str, float]
 
 
 def main() -> None:
@@ -101,8 +109,11 @@ def compare(arguments: argparse.Namespace, work: Path, checkpoint: Path) -> dict
     threads = str(arguments.threads)
     runs: dict[str, Run] = {}
     sums: dict[str, dict[str, str]] = {}
+    copy = work / "copy"
+    runs[COPY] = measure(COPY, work, copy, "copy", str(checkpoint), str(copy))
+    remove(copy)
     for encoder in arguments.encoder:
-        for quant in ("MXFP4", "Q4_K_M"):
+        for quant in ("MXFP4", *QUANTIZED):
             name = f"ours {quant} {encoder}"
             file = work / f"ours-{quant}.gguf"
             runs[name] = measure(name, work, file, "ours", str(checkpoint), quant, str(file), threads, encoder)
@@ -116,11 +127,12 @@ def compare(arguments: argparse.Namespace, work: Path, checkpoint: Path) -> dict
         )
         agree("MXFP4", sums, f"ours MXFP4 {arguments.encoder[0]}", theirs)
     if arguments.llama_cpp and arguments.llama_quantize:
-        name, file = "llama.cpp quantize", work / "theirs-Q4_K_M.gguf"
-        command = [str(arguments.llama_quantize), "--allow-requantize", str(theirs), str(file), "Q4_K_M", threads]
-        runs[name] = measure(name, work, file, *command)
-        agree("Q4_K_M", sums, f"ours Q4_K_M {arguments.encoder[0]}", file)
-        remove(file)
+        for quant in QUANTIZED:
+            name, file = f"llama.cpp {quant}", work / f"theirs-{quant}.gguf"
+            command = [str(arguments.llama_quantize), "--allow-requantize", str(theirs), str(file), quant, threads]
+            runs[name] = measure(name, work, file, *command)
+            agree(quant, sums, f"ours {quant} {arguments.encoder[0]}", file)
+            remove(file)
     remove(theirs)
     return runs
 
@@ -152,6 +164,7 @@ def measure(name: str, work: Path, output: Path, *command: str) -> Run:
         imports_cpu=inner["imports_cpu"],
         peak_rss=usage.ru_maxrss * 1024,
         files=sum(path.stat().st_size for path in files),
+        parts=inner.get("parts", {}),
     )
 
 
@@ -161,19 +174,31 @@ def report(runs: dict[str, Run], encoders: list[str]) -> None:
     for run in runs.values():
         times = f"{run.wall:9.2f}{run.cpu:9.2f}{run.imports_cpu:9.2f}"
         print(f"{run.name:22}{times}{run.peak_rss / 1e6:9.0f}{run.files / 1e9:10.2f}")
-    convert, quantize = runs.get("llama.cpp convert"), runs.get("llama.cpp quantize")
+    for run in runs.values():
+        if run.parts:
+            rest = run.cpu - sum(run.parts.values())
+            timed = sorted((*run.parts.items(), ("rest", rest)), key=lambda part: -part[1])
+            parts = [f"{name} {seconds:.2f}" for name, seconds in timed if seconds >= 0.005]
+            print(f"{run.name}: CPU seconds {', '.join(parts)}")
+    convert = runs.get("llama.cpp convert")
+    if not convert:
+        return
     for encoder in encoders:
-        if convert:
-            ours = runs[f"ours MXFP4 {encoder}"]
-            print(f"MXFP4 {encoder}: llama.cpp takes {convert.cpu / ours.cpu:.2f} times our CPU seconds beyond imports")
-        if convert and quantize:
-            ours = runs[f"ours Q4_K_M {encoder}"]
-            both = convert.wall + quantize.wall
-            written = (convert.files + quantize.files) / 1e9
-            print(
-                f"Q4_K_M {encoder}: our wall time is {ours.wall / both:.2f} of llama.cpp's {both:.2f} s; "
-                f"{ours.files / 1e9:.2f} GB on disk against {written:.2f} GB"
-            )
+        ours = runs[f"ours MXFP4 {encoder}"]
+        print(f"MXFP4 {encoder}: llama.cpp takes {convert.cpu / ours.cpu:.2f} times our CPU seconds beyond imports")
+        print(f"    and {convert.cpu / runs[COPY].cpu:.2f} times those of a plain copy with one SHA-256")
+        for quant in QUANTIZED:
+            if quantize := runs.get(f"llama.cpp {quant}"):
+                compare_quantized(quant, encoder, runs[f"ours {quant} {encoder}"], convert, quantize)
+
+
+def compare_quantized(quant: str, encoder: str, ours: Run, convert: Run, quantize: Run) -> None:
+    wall, cpu = convert.wall + quantize.wall, convert.cpu + quantize.cpu
+    written = (convert.files + quantize.files) / 1e9
+    print(
+        f"{quant} {encoder}: our wall time is {ours.wall / wall:.2f} of llama.cpp's {wall:.1f} s, our CPU time 1/"
+        f"{cpu / ours.cpu:.1f} of its {cpu:.1f} s; {ours.files / 1e9:.2f} GB on disk against {written:.2f} GB"
+    )
 
 
 def manifest_sums(file: Path) -> dict[str, str]:
@@ -258,9 +283,59 @@ def child_ours(checkpoint: str, quant: str, file: str, threads: str, encoder: st
     from kimi_gguf.api import convert
 
     imported(facts, started)
+    parts = time_parts()
     convert(
         checkpoint, quant=quant, outfile=file, threads=int(threads), encoder="native" if encoder == "native" else "ggml"
     )
+    facts_so_far = json.loads(Path(facts).read_text())
+    Path(facts).write_text(json.dumps(facts_so_far | {"parts": parts}))
+
+
+def time_parts() -> dict[str, float]:
+    """From now on the worker threads' CPU seconds by what they do, in the dictionary returned."""
+    import convert.executor as executor
+    from convert.output import OutputSet
+
+    parts: dict[str, float] = {}
+    lock = threading.Lock()
+
+    def timed(name: Callable[..., str], function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            begin = time.thread_time()
+            try:
+                return function(*arguments, **options)
+            finally:
+                with lock:
+                    key = name(*arguments)
+                    parts[key] = parts.get(key, 0.0) + time.thread_time() - begin
+
+        return call
+
+    def encoding(rows: object, qtype: Any, *_: object) -> str:
+        return f"{type(rows).__name__.removesuffix('Rows')} to {qtype.name}"
+
+    patched: Any = executor
+    patched.fill = timed(lambda *_: "reading", executor.fill)
+    patched.encode = timed(encoding, executor.encode)
+    patched.crc32c = timed(lambda *_: "CRC", executor.crc32c)
+    patched.check_file = timed(lambda *_: "checking", executor.check_file)
+    OutputSet.write = timed(lambda *_: "writing", OutputSet.write)  # type: ignore[method-assign]
+    return parts
+
+
+def child_copy(checkpoint: str, file: str, facts: str) -> None:
+    imported(facts, time.monotonic())
+    buffer = memoryview(bytearray(1 << 20))
+    with Path(file).open("wb", buffering=0) as out:
+        for shard in sorted(Path(checkpoint).glob("*.safetensors")):
+            with shard.open("rb", buffering=0) as source:
+                while count := source.readinto(buffer):
+                    out.write(buffer[:count])
+    digest = hashlib.sha256()
+    with Path(file).open("rb", buffering=0) as copied:
+        while count := copied.readinto(buffer):
+            digest.update(buffer[:count])
+    print(digest.hexdigest())
 
 
 def child_theirs(sources: str, checkpoint: str, file: str, threads: str, facts: str) -> None:
@@ -299,7 +374,7 @@ def placeholder_vocabulary(model: Any) -> None:
     model.gguf_writer.add_token_merges(["t 0"])
 
 
-CHILDREN = {"checkpoint": child_checkpoint, "ours": child_ours, "theirs": child_theirs}
+CHILDREN = {"checkpoint": child_checkpoint, "copy": child_copy, "ours": child_ours, "theirs": child_theirs}
 
 if __name__ == "__main__":
     main()
