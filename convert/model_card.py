@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib.resources import files
+from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -11,6 +13,7 @@ import yaml
 from convert.bounded_json import load_object
 from convert.domain import Source
 
+_TEMPLATE = files("convert").joinpath("chat_template.jinja")
 _LARGEST_FRONT_MATTER = 1 << 16
 _LARGEST_LIST = 256
 _HUB = "https://huggingface.co/"
@@ -91,7 +94,12 @@ def read_chat_template(source: Source) -> str | None:
 
 def own_chat_template() -> str:
     """The Jinja chat template of K3 and K3.1 for checkpoints without one: the released ones render in Python code."""
-    return files("convert").joinpath("chat_template.jinja").read_bytes().decode("utf-8")
+    return _TEMPLATE.read_bytes().decode("utf-8")
+
+
+def chat_template_file() -> AbstractContextManager[Path]:
+    """The file that holds ``own_chat_template``, for programs that take a path."""
+    return as_file(_TEMPLATE)
 
 
 def _front_matter(readme: bytes | None) -> tuple[dict[Any, Any], tuple[str, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +86,15 @@ def test_half_precision_attention_stays_close(
     assert divergence(other.logits, plain.logits).mean() <= limit
     assert kept.mean() >= 0.9
     assert np.quantile(top_difference(other.logits, plain.logits)[kept], 0.99) <= 0.05
+
+
+def test_an_engine_leaves_nothing_behind_even_when_its_process_is_killed(
+    model: Path, runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with LlamaEngine(model, EXACT, runtime=runtime) as engine:
+        assert "llama_model_loader" in engine.said()
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_token_by_token_after_a_chunked_prompt(model: Path, ids: list[int], plain: Decoded, runtime: Runtime) -> None:

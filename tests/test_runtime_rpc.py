@@ -117,7 +117,7 @@ def test_two_workers_give_the_local_numbers_and_experts(
     with rpc_workers(runtime, 2, tmp_path / "workers.log") as workers:
         options = replace(EXACT, rpc=tuple(endpoint for endpoint, _ in workers), tensor_split=HALVES)
         with LlamaEngine(model, options, runtime=runtime) as engine:
-            log = engine.log.read_text()
+            log = engine.said()
             remote = engine.decode(ids, trace=("experts", "selections"))
             # The next token uses the workers' stored graph.
             following = engine.decode(ids[:8], outputs="last").logits

@@ -179,8 +179,11 @@ def test_a_worker_that_hangs_is_an_error_and_in_the_end_given_up(model: Path, ru
 
 @pytest.mark.runtime
 def test_the_second_turn_continues_the_first_and_a_killed_head_comes_back(
-    model: Path, runtime: Runtime, tmp_path: Path
+    model: Path, runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
     with service(model, tmp_path, 0, "--parallel", "2") as running_service:
         props = json.loads(fetch("127.0.0.1", running_service.port, "/props", timeout=5, limit=1 << 20)[1])
         assert props["total_slots"] == 2
@@ -204,6 +207,8 @@ def test_the_second_turn_continues_the_first_and_a_killed_head_comes_back(
         kill(running_service.head.process.pid)
         running_service.head.process.wait(10)
         until("the head dies with its supervisor", lambda: not alive(head), 10)
+    # Nobody could have tidied up.
+    assert list(scratch.iterdir()) == []
 
 
 def test_flags_fit_the_model() -> None:
@@ -341,6 +346,8 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(model: Path, runt
     for flag in ("--load-timeout", "--worker-timeout", "--give-up"):
         assert "is no limit in seconds" in fault("--port", str(port), flag, "nan").message
     assert "cannot go to llama-server" in fault("--port", str(port), "--", "--host", "0.0.0.0").message
+    assert "there is no folder" in fault("--port", str(port), "--log", str(tmp_path / "none" / "log")).message
+    assert "is a folder" in fault("--port", str(port), "--log", str(tmp_path)).message
     wrong = tmp_path / "wrong.gguf"
     wrong.write_bytes(model.read_bytes()[:-1000])
     cut = CliRunner().invoke(command, [str(wrong), "--port", str(port)])

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from kimi_gguf.cli.options import console_for, output_options
+from kimi_gguf.cluster.supervise import MOST_THREADS
 from kimi_gguf.cluster.worker import DEFAULT_BIND, cluster_worker
 from kimi_gguf.console_steps import StageBar
 
@@ -17,7 +18,7 @@ from kimi_gguf.console_steps import StageBar
 @click.option("--seed-layers", metavar="A-B", help="Seed only these layers, and what belongs to none.")
 @click.option("--cache", metavar="DIR", help="Keep received tensors in DIR.")
 @click.option("--insecure-bind", is_flag=True, help="Allow 0.0.0.0, on a network that you trust.")
-@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Threads of the CPU device.")
+@click.option("--threads", type=click.IntRange(1, MOST_THREADS), metavar="N", help="Threads of the CPU device.")
 @click.option("--device", "devices", multiple=True, metavar="NAME", help="Offer this device. Repeatable.")
 @click.option("--log", metavar="FILE", help="The server's output; by default in the cache folder.")
 @output_options

@@ -8,6 +8,7 @@ import click
 
 from kimi_gguf.cli.options import console_for, output_options
 from kimi_gguf.cluster.serve import DEFAULT_CONTEXT, DEFAULT_PORT, GIVE_UP_SECONDS, WORKER_SECONDS, serve
+from kimi_gguf.cluster.supervise import MOST_THREADS
 from kimi_gguf.console_steps import StatusLine
 
 
@@ -26,7 +27,7 @@ from kimi_gguf.console_steps import StatusLine
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option("--port", type=click.IntRange(1, 65535), default=DEFAULT_PORT, show_default=True)
 @click.option("--alias", metavar="NAME", help="The model's name in the API; by default its file's.")
-@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Threads of the head's processor.")
+@click.option("--threads", type=click.IntRange(1, MOST_THREADS), metavar="N", help="Threads of the head's processor.")
 @click.option("--load-timeout", type=float, metavar="SECONDS", help="For loading; by default by the file's size.")
 @click.option(
     "--worker-timeout",

@@ -31,19 +31,18 @@ class Child:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="kimi-gguf-engine-")
-        self.log = Path(self._folder.name) / "engine.log"
+        # Without a name, so that nothing is left of it even when this process is killed.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
         env = dict(environment)
         env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(_ROOT)])
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kimi_gguf.cluster.llama_worker"],
-                env=env,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                bufsize=0,
-            )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kimi_gguf.cluster.llama_worker"],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            bufsize=0,
+        )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._write_fd = self._process.stdin.fileno()
         self._read_fd = self._process.stdout.fileno()
@@ -104,7 +103,12 @@ class Child:
         self._last_words = self._said()
         if self._process.stdout is not None:
             self._process.stdout.close()
-        self._folder.cleanup()
+        self._log.close()
+
+    def said(self) -> str:
+        """All that the process printed so far; not after ``close``."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), size, 0).decode(errors="replace")
 
     def _answer(self, timeout: float) -> tuple[Header, list[Array]]:
         deadline = _Deadline(timeout)
@@ -137,9 +141,11 @@ class Child:
         return f"ended with status {status}"
 
     def _said(self) -> str:
-        if not self.log.exists():
+        if self._log.closed:
             return self._last_words
-        data = self.log.read_bytes()[-_LOG_TAIL_BYTES:]
+        size = os.fstat(self._log.fileno()).st_size
+        # Not read(): the child writes where the offset that both share stands.
+        data = os.pread(self._log.fileno(), _LOG_TAIL_BYTES, max(0, size - _LOG_TAIL_BYTES))
         lines = [line for line in data.decode(errors="replace").splitlines() if line.strip()]
         telling = [line for line in lines if not line.startswith("info: ")] or lines
         return "".join(f"\n  | {line}" for line in telling[-_LOG_TAIL_LINES:])

@@ -129,9 +129,12 @@ def check_model(path: Path) -> None:
     structure = check_structure(files)
     if structure is None:
         arch = files.headers[0].get_str("general.architecture")
-        raise InputError(f"{path} is of architecture {arch!r}, not kimi-k3 or kimi-k31")
+        raise InputError(f"{path} is of architecture {arch!r}, not kimi-k3 or kimi-k31", "name a GGUF of these")
     if structure.faults:
-        raise InputError(f"{path} does not fit its architecture: {'; '.join(structure.faults)}")
+        raise InputError(
+            f"{path} does not fit its architecture: {'; '.join(structure.faults)}",
+            f"look at it with: kimi-gguf inspect {path}; convert it again, or get it again",
+        )
 
 
 class LlamaEngine:
@@ -159,7 +162,7 @@ class LlamaEngine:
         if self.options.check_structure:
             check_model(model)
         if not model.is_file():
-            raise InputError(f"{model} is not a file")
+            raise InputError(f"{model} is not a file", "name a .gguf file")
         for endpoint in self.options.rpc:
             ask_worker(endpoint, self.runtime.facts.rpc_protocol)
         self._child = Child(self._environment())
@@ -182,10 +185,9 @@ class LlamaEngine:
         """Id of the child process."""
         return self._child.pid
 
-    @property
-    def log(self) -> Path:
-        """What llama.cpp printed; gone after ``close``."""
-        return self._child.log
+    def said(self) -> str:
+        """What llama.cpp printed so far; not after ``close``."""
+        return self._child.said()
 
     def close(self) -> None:
         """End the child process."""

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convert.model_card import own_chat_template
-from kimi_gguf.cache import cache_folder
+from convert.model_card import chat_template_file
 from kimi_gguf.cluster.front import LOCAL, Front
 from kimi_gguf.cluster.llama_engine import check_model
 from kimi_gguf.cluster.placement_flags import flags
@@ -26,7 +25,7 @@ from kimi_gguf.cluster.rpc import ask_worker, check_free
 from kimi_gguf.cluster.runtime import find
 from kimi_gguf.cluster.serve_flags import ServeOptions
 from kimi_gguf.cluster.serve_supervisor import Supervisor
-from kimi_gguf.cluster.supervise import stop_on_signals
+from kimi_gguf.cluster.supervise import log_file, stop_on_signals
 from quant.errors import UsageError
 from quant.gguf_split import GgufSet, read_gguf_set
 
@@ -114,8 +113,7 @@ def serve(
     files = read_gguf_set(Path(model))
     check_model(files.paths[0])
     check_free(host, port, "choose another --port or --host")
-    path = Path(log) if log is not None else cache_folder() / "logs" / f"serve-{port}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = log_file(log, f"serve-{port}.log")
     tokens = _context(files, context)
     placement: Sequence[str] = ()
     if nodes is not None:
@@ -129,7 +127,9 @@ def serve(
     nbytes = sum(header.file_size for header in files.headers)
     limit = load_timeout or _LOAD_SECONDS + nbytes / _LOAD_RATE
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kimi-gguf-serve-") as folder, stop_on_signals() as stop:
+    with ExitStack() as stack:
+        stop = stack.enter_context(stop_on_signals())
+        has_template = bool(files.headers[0].get_str("tokenizer.chat_template"))
         options = ServeOptions(
             model=files.paths[0].absolute(),
             alias=alias or files.paths[0].stem,
@@ -140,7 +140,7 @@ def serve(
             rpc=tuple(rpc),
             placement=tuple(placement),
             threads=threads,
-            template=_template(files, Path(folder)),
+            template=None if has_template else stack.enter_context(chat_template_file()),
             extra=tuple(extra),
         )
         address = f"http://{host}:{port}/v1"
@@ -175,15 +175,6 @@ def _placement(
         return (), words
     where = words.index("--rpc")
     return tuple(words[where + 1].split(",")), words[:where] + words[where + 2 :]
-
-
-def _template(files: GgufSet, folder: Path) -> Path | None:
-    """Our chat template in ``folder``, when the model has none."""
-    if files.headers[0].get_str("tokenizer.chat_template"):
-        return None
-    path = folder / "chat_template.jinja"
-    path.write_text(own_chat_template(), encoding="utf-8")
-    return path
 
 
 def free_port() -> int:

@@ -18,7 +18,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from kimi_gguf.cache import cache_folder
+from quant.errors import UsageError
+
 GRACE_SECONDS = 10.0
+MOST_THREADS = 512
+"""ggml's own limit; beyond it its programs crash."""
 
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 1 << 15
@@ -134,6 +139,24 @@ class Backoff:
         wait = self._next
         self._next = min(self._most, 2 * self._next)
         return wait
+
+
+def log_file(log: str | os.PathLike[str] | None, name: str) -> Path:
+    """The file that a program's output goes to: the one named by ``--log``, else ``name`` in the cache folder.
+
+    Raises:
+        UsageError: a folder in its place, or no folder to put it in.
+    """
+    if log is None:
+        path = cache_folder() / "logs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+    path = Path(log)
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder", "name a file in it with --log")
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent}", "make it first, or name another --log")
+    return path
 
 
 @contextmanager

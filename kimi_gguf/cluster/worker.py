@@ -20,7 +20,7 @@ from kimi_gguf.cluster.errors import RuntimeFault
 from kimi_gguf.cluster.rpc import ask_worker, check_free, parse_endpoint
 from kimi_gguf.cluster.runtime import Runtime, find
 from kimi_gguf.cluster.side_port import SidePort, WorkerState, has_client
-from kimi_gguf.cluster.supervise import GRACE_SECONDS, Backoff, Program, stop_on_signals
+from kimi_gguf.cluster.supervise import GRACE_SECONDS, Backoff, Program, log_file, stop_on_signals
 from kimi_gguf.cluster.tensor_cache import parse_layers, seed_cache
 from quant.errors import UsageError
 
@@ -91,8 +91,7 @@ def cluster_worker(
         raise UsageError("--seed-layers chooses layers of --seed, which is missing", "name a GGUF with --seed")
     layers = None if seed_layers is None else parse_layers(seed_layers)
     runtime = find()
-    path = Path(log) if log is not None else cache_folder() / "logs" / f"worker-{port}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = log_file(log, f"worker-{port}.log")
     for number in (port, port + 1):
         check_free(host, number, "choose another port with --bind (the side port is the next one), or end what uses it")
     folder = _cache_folder(cache, seed)
