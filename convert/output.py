@@ -148,9 +148,13 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Write a small file under a temporary name, then rename it."""
     temporary = path.with_name(path.name + ".tmp")
     with disk_faults(path):
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         sync_directory(path.parent)

@@ -208,13 +208,17 @@ def write_gguf(
         header += _text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, QuantType.F32, offset)
         offset += _padded(array.nbytes)
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(header.ljust(_padded(len(header)), b"\0"))
-        for array in arrays.values():
-            file.write(array.tobytes().ljust(_padded(array.nbytes), b"\0"))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(header.ljust(_padded(len(header)), b"\0"))
+            for array in arrays.values():
+                file.write(array.tobytes().ljust(_padded(array.nbytes), b"\0"))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _padded(n: int) -> int:

@@ -3,6 +3,8 @@ would spoil it is named before or early."""
 
 from __future__ import annotations
 
+import errno
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from verify_support import CONTEXT, SHAPE, identity, make_pair, token_set
 
 from convert.shapes import released_config
 from kimi_gguf import convert, evaluate, imatrix, record
+from kimi_gguf.cli import run
 from kimi_gguf.reference.checkpoint_maker import make_checkpoint
 from kimi_gguf.verify import importance, stream, text
 from kimi_gguf.verify.comparison import Comparison
@@ -114,6 +117,68 @@ def test_a_result_that_could_not_be_written_is_refused_first(pair: tuple[Path, P
         imatrix(pair[0], text=pair[1], outfile=tmp_path)
     with pytest.raises(UsageError, match="--top 4097"):
         record(pair[0], text=pair[1], outfile=tmp_path / "t.kgtrace", top=4097)
+
+
+def test_a_result_replaces_nothing_but_its_like(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    precious = tmp_path / "precious.gguf"
+    precious.write_bytes(b"GGUF" + b"\0" * 100)
+    device = Path("/dev/zero")
+    for path, what in ((precious, "is there already, and is no"), (device, "is no regular file")):
+        with pytest.raises(UsageError, match=what):
+            record(pair[0], text=pair[1], outfile=path)
+        with pytest.raises(UsageError, match=what):
+            imatrix(pair[0], text=pair[1], outfile=path)
+        for flag in ("--report", "--html"):
+            flags = ["--baseline", str(pair[0]), "--text", str(pair[1]), flag, str(path)]
+            assert run(["eval", str(pair[0]), *flags]) == 2
+            assert what in capsys.readouterr().err
+    assert precious.stat().st_size == 104 and device.is_char_device()
+    # The same command twice is no accident.
+    for _ in range(2):
+        record(pair[0], text=pair[1], outfile=tmp_path / "t.kgtrace", context=CONTEXT, tokens=30)
+        imatrix(pair[0], text=pair[1], outfile=tmp_path / "i.gguf", context=CONTEXT, tokens=30)
+        flags = ["--baseline", str(pair[0]), "--text", str(pair[1]), "--context", str(CONTEXT), "--tokens", "30"]
+        flags += ["--report", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]
+        assert run(["eval", str(pair[0]), *flags]) == 0
+
+
+@pytest.mark.parametrize("mode", ["--json", "--quiet"])
+def test_an_evaluation_whose_report_cannot_be_written_is_shown_all_the_same(
+    mode: str, pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def full(self: Path, *_: object, **__: object) -> int:
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    flags = ["--baseline", str(pair[0]), "--text", str(pair[1]), "--context", str(CONTEXT), "--tokens", "30"]
+    assert run(["eval", str(pair[0]), *flags, "--report", str(tmp_path / "r.json"), mode]) == 1
+    out, err = capsys.readouterr()
+    assert "the disk is full" in err and list(tmp_path.iterdir()) == []
+    assert json.loads(out)["tokens"] == 30 if mode == "--json" else out.startswith("routing 1.0")
+
+
+def test_a_disk_without_room_is_refused_before_anything_runs(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("kimi_gguf.verify.imatrix", "kimi_gguf.verify.trace", "kimi_gguf.verify.stream_state"):
+        monkeypatch.setattr(f"{module}.free_bytes", lambda _: 1000)
+    monkeypatch.setattr(stream, "forecast", lambda *_: pytest.fail("it ran"))
+    with pytest.raises(OutputError, match="1,000 are free"):
+        imatrix(pair[0], text=pair[1], outfile=tmp_path / "i.gguf", context=CONTEXT)
+    with pytest.raises(OutputError, match="1,000 are free"):
+        record(pair[0], text=pair[1], outfile=tmp_path / "t.kgtrace", context=CONTEXT)
+    with pytest.raises(OutputError, match="1,000 are free"):
+        StateFolder(tmp_path / "s", "k", resume=False, needed=2000)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size] == []
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_torch_device_without_values_is_refused() -> None:
+    with pytest.raises(UsageError, match="--device meta"):
+        stream.open_device("meta")
 
 
 def test_only_as_much_of_a_text_is_read_as_is_run(

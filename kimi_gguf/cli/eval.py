@@ -10,13 +10,14 @@ import click
 
 from convert.disk import disk_faults
 from kimi_gguf.cli.options import console_for, output_options, stream_options
+from kimi_gguf.console import Console
 from kimi_gguf.verify.bars import Bars
-from kimi_gguf.verify.html import page
+from kimi_gguf.verify.html import GENERATOR, page
 from kimi_gguf.verify.observations import DEFAULT_CONTEXT
-from kimi_gguf.verify.places import check_outfile
+from kimi_gguf.verify.places import begins_with, check_outfile
 from kimi_gguf.verify.report import report_text
 from kimi_gguf.verify.trace_format import DEFAULT_TOP
-from quant.errors import BelowBar
+from quant.errors import BelowBar, OutputError
 
 if TYPE_CHECKING:
     from kimi_gguf.verify.evaluation import RecordResult
@@ -38,6 +39,18 @@ def _bar_options(command: Any) -> Any:
     return command
 
 
+class _Context(click.Context):
+    """Names the command as the user does: ``kimi-gguf eval``."""
+
+    @property
+    def command_path(self) -> str:
+        return super().command_path.rstrip()
+
+
+class _Unnamed(click.Command):
+    context_class = _Context
+
+
 class _Eval(click.Group):
     """A group whose first word is a verb only when it is ``record``; anything else is a model to evaluate."""
 
@@ -57,7 +70,7 @@ def command() -> None:
     """Compare a model with a baseline."""
 
 
-@command.command("model")
+@command.command("model", cls=_Unnamed)
 @click.argument("model")
 @click.option("--baseline", required=True, metavar="BASE", help="GGUF, checkpoint folder, or recorded trace.")
 @click.option("--text", required=True, metavar="FILE", help="UTF-8 text to run on.")
@@ -86,17 +99,24 @@ def evaluate_command(
 
     console = console_for(as_json, quiet)
     bars = Bars(**{name: flags.pop(name) for name in _BARS})
-    for path in (report, html):
-        if path is not None:
-            check_outfile(Path(path))
+    if report is not None:
+        check_outfile(Path(report), "eval report", begins_with(b'"kind": "kimi-gguf eval"'))
+    if html is not None:
+        check_outfile(Path(html), "page", begins_with(GENERATOR.encode()))
     with console.stages() as progress:
         found = evaluate(model, rpc=_endpoints(rpc), bars=bars, progress=progress, note=console.note, **flags)
-    if report is not None:
-        _write(Path(report), json.dumps(found.to_dict(), indent=1) + "\n")
-    if html is not None:
-        _write(Path(html), page(found))
+    # First of all what may have taken hours is shown; the disk may be full by now.
     console.result(found.to_dict(), report_text(found), quiet=_essence(found.to_dict()))
     console.warnings((*found.flags, *(f"below the bar: {sentence}" for sentence in found.below_bar)))
+    try:
+        if report is not None:
+            _write(Path(report), json.dumps(found.to_dict(), indent=1) + "\n")
+        if html is not None:
+            _write(Path(html), page(found))
+    except OutputError as fault:
+        # With --json the one object is out.
+        Console().fault(fault)
+        return fault.exit_code
     return BelowBar.exit_code if found.below_bar else 0
 
 
@@ -129,8 +149,14 @@ def record_command(base: str, as_json: bool, quiet: bool, rpc: str | None, **fla
 
 
 def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
     with disk_faults(path):
-        path.write_text(text, encoding="utf-8")
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
 
 
 def _endpoints(rpc: str | None) -> list[str]:

@@ -214,8 +214,8 @@ def record(
     _check_engine(engine, rpc, False)
     _check_stream_flags(engine, device, scratch, resume, None)
     if not 1 <= top <= MAX_TOP:
-        raise UsageError(f"--top {top}: 1 to {MAX_TOP} tokens can be kept")
-    check_outfile(Path(outfile))
+        raise UsageError(f"--top {top} is no number of tokens to keep", f"give 1 to {MAX_TOP}; 96 without the flag")
+    check_outfile(Path(outfile), "trace", is_trace)
     with open_model(Path(base)) as opened:
         seen = _read_tokens(opened, Path(text), context, tokens)
         run = _run(engine, rpc, memory, device, scratch, resume, preset, progress, note)

@@ -11,6 +11,8 @@ from kimi_gguf.verify.plots import Series, bars, index_axis, linear_axis, lines,
 from kimi_gguf.verify.report import LAYER_COLUMNS, error_note, facts, heading, layer_row, number, percent, totals
 from kimi_gguf.verify.result import Estimate, EvalReport, Histogram, Load
 
+GENERATOR = '<meta name="generator" content="kimi-gguf eval">'
+"""By which a page of ours is known."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -36,6 +38,7 @@ def page(report: EvalReport) -> str:
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+            GENERATOR,
             f"<title>{escape(heading(report))}</title>",
             f"<style>{_style()}</style></head><body>",
             *body,

@@ -6,17 +6,21 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from convert.config import ModelConfig
+from convert.disk import disk_faults, free_bytes
 from kimi_gguf.reference.options import preset as reference_preset
 from kimi_gguf.verify import importance
 from kimi_gguf.verify.models import open_model
 from kimi_gguf.verify.observations import NoProgress, Progress
-from kimi_gguf.verify.places import check_outfile, parse_memory
+from kimi_gguf.verify.places import check_outfile, is_imatrix, parse_memory
 from kimi_gguf.verify.stream import StreamSettings, run_stream
+from kimi_gguf.verify.stream_plan import layer_rows
 from kimi_gguf.verify.text import read_tokens
-from quant.errors import UsageError
+from quant.errors import OutputError, UsageError
 from quant.imatrix import Imatrix
 
 PathLike = str | os.PathLike[str]
@@ -94,9 +98,9 @@ def imatrix(
     """
     begin = time.monotonic()
     if prior < 0:
-        raise UsageError(f"--prior {prior} is negative")
+        raise UsageError(f"--prior {prior} is negative", "give a number of tokens; 0 stores the plain sums")
     target = Path(outfile)
-    check_outfile(target)
+    check_outfile(target, "importance matrix", is_imatrix)
     # What could not be merged in the end is refused at the beginning.
     others = [(Path(path), importance.read_sums(Path(path))) for path in in_file]
     settings = StreamSettings(
@@ -112,6 +116,7 @@ def imatrix(
     )
     with open_model(Path(src)) as model:
         config = model.store.config
+        _check_room(target, config)
         seen = read_tokens(Path(text), model.vocabulary, config.vocab_size, context=context, tokens=tokens)
         collector = importance.Collector(config.moe.experts)
         sums: dict[str, importance.Sums] = {}
@@ -126,14 +131,15 @@ def imatrix(
                 datasets += names
                 chunks += theirs_chunks * (size or context) // context
             found = importance.coverage(sums, prior)
-            Imatrix.save(
-                target,
-                importance.entries(sums, prior),
-                datasets=datasets,
-                chunk_count=chunks,
-                chunk_size=context,
-                notes=importance.notes(sums, found, prior),
-            )
+            with disk_faults(target):
+                Imatrix.save(
+                    target,
+                    importance.entries(sums, prior),
+                    datasets=datasets,
+                    chunk_count=chunks,
+                    chunk_size=context,
+                    notes=importance.notes(sums, found, prior),
+                )
 
         kept = run_stream([model], seen, collector, settings, tap=collector, conclude=store)
     return ImatrixResult(
@@ -147,3 +153,15 @@ def imatrix(
         seconds=time.monotonic() - begin,
         settings=kept,
     )
+
+
+def _check_room(path: Path, config: ModelConfig) -> None:
+    """Refuse a disk that has no room for the matrix: a float32 number for each column of each slice of each matrix."""
+    shapes = [shape for layer in range(config.n_layers) for _, shape in layer_rows(config, layer) if len(shape) > 1]
+    needed = 4 * sum(prod(shape[:-2]) * shape[-1] for shape in shapes)
+    free = free_bytes(path.parent)
+    if free < needed:
+        raise OutputError(
+            f"{path}: the importance matrix takes {needed:,} bytes, {free:,} are free",
+            "free some space, or name another place with --outfile",
+        )

@@ -131,8 +131,8 @@ def open_device(name: str) -> torch.device:
     """
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"--device {name}: {str(error).splitlines()[0]}", "use --device cpu") from None
     return device
 

@@ -136,13 +136,14 @@ class StateFolder:
                 self._saved = self._load()
             else:
                 self._empty()
-            (folder / MARK).write_text(key)
             free = free_bytes(folder) + sum(allocated_bytes(path) for path in folder.iterdir())
             if free < needed:
                 raise OutputError(
                     f"{folder}: hidden states may take {needed:,} bytes, {free:,} are free",
                     "name a roomier folder with --scratch DIR, or run fewer --tokens",
                 )
+            with disk_faults(mark):
+                mark.write_text(key)
         except BaseException:
             self.close()
             raise

@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from convert.disk import disk_faults, free_bytes
+from convert.disk import allocated_bytes, disk_faults, free_bytes
 from kimi_gguf.verify.comparison import check_finite, check_layer_finite
 from kimi_gguf.verify.measures import log_softmax
 from kimi_gguf.verify.observations import (
@@ -109,15 +109,20 @@ class TraceWriter:
                 os.close(self._descriptor)
                 raise OutputError(f"another process records {path}", "wait for it to end") from None
             # A partial file of this very trace; only then what a journal says of it is true.
-            is_ours = (
-                os.fstat(self._descriptor).st_size == self._size and os.pread(self._descriptor, len(head), 0) == head
-            )
+            found = os.fstat(self._descriptor)
+            is_ours = found.st_size == self._size and os.pread(self._descriptor, len(head), 0) == head
             self._continues = resume and is_ours
             if not self._continues:
-                os.ftruncate(self._descriptor, 0)
+                free += allocated_bytes(self._partial)
                 if free < self._size:
+                    if not found.st_size:
+                        self._partial.unlink()
                     os.close(self._descriptor)
-                    raise OutputError(f"{path}: the trace takes {self._size:,} bytes, {free:,} are free")
+                    raise OutputError(
+                        f"{path}: the trace takes {self._size:,} bytes, {free:,} are free",
+                        "free some space, name another place with --outfile, or run fewer --tokens",
+                    )
+                os.ftruncate(self._descriptor, 0)
             os.ftruncate(self._descriptor, self._size)
             os.pwrite(self._descriptor, head, 0)
 
@@ -179,7 +184,10 @@ class TraceWriter:
         missing = np.flatnonzero(~self._seen.all(axis=1))
         if len(missing):
             layers = [*self.header.model.moe_layers, "output"]
-            raise InputError(f"{self.path}: nothing was seen of {layers[missing[0]]} for some tokens")
+            raise InputError(
+                f"{self.path}: nothing was seen of {layers[missing[0]]} for some tokens",
+                "record it anew without --resume",
+            )
         with disk_faults(self._partial):
             digest = _digest(self._descriptor, self._size)
             self._write(self._size, np.frombuffer(digest, dtype=np.uint8))
@@ -223,7 +231,7 @@ class TraceReader:
             size = os.fstat(self._descriptor).st_size
             head = os.pread(self._descriptor, MAX_HEADER_BYTES + 128, 0)
         except OSError as error:
-            raise InputError(f"cannot read {path}: {error.strerror}") from None
+            raise InputError(f"cannot read {path}: {error.strerror}", "name another trace") from None
         self.header, self._begin = parse_header(head, str(path))
         expected = self._begin + self.header.tokens * self.header.token_bytes + DIGEST_BYTES
         if size != expected:
