@@ -161,6 +161,10 @@ USAGE = {
     "tensor type": ("plan", "--shape", "k3", "--tensor-type", "x=Q99"),
     "floor": ("plan", "--shape", "k3", "--quant", "Q4_K_M", "--tensor-type", "ssm_beta=Q2_K"),
     "encoder": ("plan", "--shape", "k3", "--encoder", "best"),
+    "seed": ("verify", "x.gguf", "--source", "x", "--seed", "-1"),
+    "threads of ggml": ("serve", "x.gguf", "--threads", "513"),
+    "threads of a worker": ("cluster", "worker", "--threads", "513"),
+    "no baseline": ("eval", "x.gguf"),
 }
 
 
@@ -172,6 +176,16 @@ def test_wrong_use_exits_with_2_and_one_message(case: str, verb: Any) -> None:
     code, out, err = verb(*USAGE[case], "--json")
     value = json.loads(out)
     assert (code, err) == (2, "") and value["exit_code"] == 2 and value["error"]
+
+
+def test_more_threads_than_make_sense_are_refused(verb: Any, checkpoint: Path, tmp_path: Path) -> None:
+    code, _, err = verb("convert", checkpoint, "--quant", "MXFP4", "--outdir", tmp_path, "--threads", 99_999_999)
+    assert code == 2 and "99999999 threads are too many" in err and not list(tmp_path.iterdir())
+
+
+def test_eval_is_called_as_its_user_calls_it(verb: Any) -> None:
+    assert "Usage: kimi-gguf eval [OPTIONS] MODEL" in verb("eval", "--help")[1]
+    assert "try: kimi-gguf eval --help" in verb("eval")[2]
 
 
 def test_no_arguments_show_the_help_and_exit_with_2(verb: Any) -> None:

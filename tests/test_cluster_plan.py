@@ -231,6 +231,14 @@ def test_a_gguf_is_planned_from_its_header(verb: Any, tmp_path: Path, nodes: Pat
     assert value["model"] == "tiny.gguf" and value["devices"][-1]["output"] is True
 
 
+def test_a_conversation_is_no_longer_than_the_model_allows(verb: Any, tmp_path: Path, nodes: Path) -> None:
+    config = parse_config(json.dumps(checkpoint_config(TinyShape(vocab=512, context=1024))).encode())
+    model = make_gguf(tmp_path / "tiny.gguf", config, seed=1)
+    assert "-c 1024 " in verb(model, "--nodes", nodes, "-q")[1]
+    code, _, err = verb(model, "--nodes", nodes, "--context", 1025)
+    assert code == 2 and "--context 1025 is above the model's 1024 tokens" in err
+
+
 def test_a_gguf_on_the_hub_is_planned_from_its_header(hub: HubServer, verb: Any, tmp_path: Path, nodes: Path) -> None:
     config = parse_config(json.dumps(checkpoint_config(TinyShape(vocab=512))).encode())
     (tmp_path / "made").mkdir()

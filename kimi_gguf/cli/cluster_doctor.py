@@ -15,7 +15,10 @@ from kimi_gguf.cluster.placement_plan import DEFAULT_CONTEXT
 @click.argument("model", required=False)
 @click.option("--nodes", required=True, metavar="FILE", help="nodes.toml: the machines.")
 @click.option(
-    "--context", type=int, default=DEFAULT_CONTEXT, show_default=True, metavar="N", help="Tokens of a conversation."
+    "--context",
+    type=int,
+    metavar="N",
+    help=f"Tokens of one conversation; {DEFAULT_CONTEXT} by default, or the model's limit.",
 )
 @click.option("--parallel", type=int, default=1, show_default=True, metavar="N", help="Conversations at once.")
 @click.option("--sample/--no-sample", default=True, show_default=True, help="Run a small model over all workers.")

@@ -21,7 +21,12 @@ from quant.errors import UsageError
 @click.option("--nodes", metavar="FILE", help="The machines: a TOML file with a [[node]] table for each.")
 @click.option("--shape", metavar="NAME", help="k3 or k3.1-pro: a released model, without its files; with --quant.")
 @click.option("--quant", metavar="TYPE", help="Recipe of --shape, for example Q3_K_M.")
-@click.option("--context", type=int, default=DEFAULT_CONTEXT, show_default=True, help="Tokens of one conversation.")
+@click.option(
+    "--context",
+    type=int,
+    metavar="N",
+    help=f"Tokens of one conversation; {DEFAULT_CONTEXT} by default, or the model's limit.",
+)
 @click.option("--parallel", type=int, default=1, show_default=True, help="Conversations at once, each of --context.")
 @click.option("--ubatch", type=int, default=DEFAULT_UBATCH, show_default=True, help="Tokens of one graph.")
 @click.option(

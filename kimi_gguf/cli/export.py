@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import click
 
 from kimi_gguf.cli.options import console_for, output_options
@@ -39,5 +41,9 @@ def lmstudio(model: str, out: str | None, as_json: bool, quiet: bool) -> None:
     console = console_for(as_json, quiet)
     kept = "keep the original where it is" if made.way == "symbolic link" else "the data is stored once"
     console.result(
-        made.to_dict(), f"{made.directory}: {len(made.files)} files, by {made.way}; {kept}", str(made.directory)
+        made.to_dict(), f"{made.directory}: {_count(made.files)}, by {made.way}; {kept}", str(made.directory)
     )
+
+
+def _count(files: Sequence[object]) -> str:
+    return "1 file" if len(files) == 1 else f"{len(files)} files"

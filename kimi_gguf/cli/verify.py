@@ -24,7 +24,14 @@ from quant.errors import BelowBar
 )
 @click.option("--full", is_flag=True, help="Read every row.")
 @click.option("--imatrix", metavar="FILE", help="The importance matrix that MODEL was quantized with.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the choice of rows; another looks elsewhere.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Of the choice of rows; another looks elsewhere.",
+)
 @click.option("--threads", type=int, metavar="N", help="Workers; all processors that may be used without it.")
 @output_options
 def command(model: str, as_json: bool, quiet: bool, **flags: Any) -> int:

@@ -16,7 +16,7 @@ from kimi_gguf.cluster.doctor_sample import compare, run_sample, sample_model
 from kimi_gguf.cluster.errors import RuntimeFault
 from kimi_gguf.cluster.nodes import Node, read_nodes
 from kimi_gguf.cluster.placement import Placement
-from kimi_gguf.cluster.placement_plan import DEFAULT_CONTEXT, cluster_plan
+from kimi_gguf.cluster.placement_plan import cluster_plan
 from kimi_gguf.cluster.rpc import Worker, ask_worker, lost_worker
 from kimi_gguf.cluster.runtime import Runtime, find
 from kimi_gguf.cluster.side_port import Link, WorkerState, ask_side_port, measure_link
@@ -78,7 +78,7 @@ def cluster_doctor(
     model: str | os.PathLike[str] | None = None,
     *,
     nodes: str | os.PathLike[str],
-    context: int = DEFAULT_CONTEXT,
+    context: int | None = None,
     parallel: int = 1,
     sample: bool = True,
     note: Callable[[str], None] = lambda text: None,
@@ -88,7 +88,7 @@ def cluster_doctor(
     Args:
         model: a GGUF; each worker's free memory is compared with its share of it.
         nodes: file that describes the machines.
-        context, parallel: tokens of a conversation, and conversations at once, for the share.
+        context, parallel: tokens of a conversation, and conversations at once, for the share; as ``cluster_plan``.
         sample: run a small model over all workers and compare its numbers with those here.
         note: told what is being done.
 
@@ -146,7 +146,7 @@ def report_text(found: Diagnosis) -> str:
 def _placement(
     model: str | os.PathLike[str],
     nodes: str | os.PathLike[str],
-    context: int,
+    context: int | None,
     parallel: int,
     note: Callable[[str], None],
 ) -> Placement | None:

@@ -124,7 +124,7 @@ def parse_nodes(tree: Mapping[str, Any], file: str, *, ask: Ask = ask_memory) ->
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise InputError(f"{file} has no [[node]] tables", _EXAMPLE)
     if len(entries) > _MAX_NODES:
-        raise InputError(f"{file} has {len(entries)} nodes, at most {_MAX_NODES} are read")
+        raise InputError(f"{file} has {len(entries)} nodes, at most {_MAX_NODES} are read", "name fewer")
     nodes = [_node(entry, number, file) for number, entry in enumerate(entries, 1)]
     _distinct([node.name for node in nodes], "name", file)
     _distinct([node.address for node in nodes if node.address], "address", file)
@@ -226,14 +226,14 @@ def _text(entry: Mapping[str, Any], key: str) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not value.strip() or len(value) > 200 or not value.isprintable():
-        raise UsageError(f"{key} is {value!r:.60}, expected a short text")
+        raise UsageError(f"{key} is {value!r:.60}, expected a short text", f'write {key} = "..."')
     return value.strip()
 
 
 def _flag(entry: Mapping[str, Any], key: str, default: bool) -> bool:
     value = entry.get(key, default)
     if not isinstance(value, bool):
-        raise UsageError(f"{key} is {value!r:.60}, expected true or false")
+        raise UsageError(f"{key} is {value!r:.60}, expected true or false", f"write {key} = true")
     return value
 
 

@@ -27,7 +27,7 @@ def cluster_plan(
     nodes: str | os.PathLike[str],
     shape: str | None = None,
     quant: str | None = None,
-    context: int = DEFAULT_CONTEXT,
+    context: int | None = None,
     parallel: int = 1,
     ubatch: int = DEFAULT_UBATCH,
     margin: float = DEFAULT_MARGIN,
@@ -38,7 +38,7 @@ def cluster_plan(
         model: a GGUF, any file of a set, or ``hf://owner/name/file.gguf``.
         nodes: file that describes the machines, see ``kimi_gguf.cluster.nodes``.
         shape, quant: a released shape in a recipe, instead of ``model``.
-        context: tokens of one sequence.
+        context: tokens of one sequence; 32768, or the model's limit where that is less, by default.
         parallel: sequences at once, each with a context of its own.
         ubatch: tokens of one graph; compute buffers grow with it.
         margin: part of each memory that stays free, 0.05 for 5 %.
@@ -48,14 +48,18 @@ def cluster_plan(
         InputError: no such model or nodes; or the model does not fit: names each node that lacks memory, how much, and
             what would fit.
     """
-    load = check_load(context, parallel, ubatch, margin)
+    load = check_load(DEFAULT_CONTEXT if context is None else context, parallel, ubatch, margin)
     machines = read_nodes(nodes)
     sized = model_bytes(model, shape=shape, quant=quant)
+    most = sized.config.context_length
+    if context is not None and context > most:
+        raise UsageError(f"--context {context} is above the model's {most} tokens", f"ask for {most} at most")
+    load = replace(load, context=min(load.context, most), ubatch=min(load.ubatch, most))
     placement = place(sized, load, machines, margin=margin)
     if not placement.fits:
         lacking = "; ".join(shortages(placement))
         raise InputError(
-            f"{sized.label} with {parallel} x {context:,} tokens does not fit: {lacking}",
+            f"{sized.label} with {parallel} x {load.context:,} tokens does not fit: {lacking}",
             _what_would_fit(placement, shape),
         )
     return placement

@@ -90,7 +90,7 @@ def ask_worker(endpoint: str, expected: Version, *, timeout: float = 5.0) -> Wor
             talk = _Talk(connection, deadline)
             (count,) = struct.unpack("<I", talk.ask(_DEVICE_COUNT, b"", 4))
             if count > _MAX_DEVICES:
-                raise RuntimeFault(f"worker {endpoint} claims {count} devices")
+                raise RuntimeFault(f"worker {endpoint} claims {count} devices", "is it an RPC worker at all?")
             memory = [
                 _MEMORY_ANSWER.unpack(talk.ask(_DEVICE_MEMORY, struct.pack("<I", device), _MEMORY_ANSWER.size))
                 for device in range(count)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from convert.disk import disk_faults
 from kimi_gguf.cluster.errors import RuntimeFault
 from kimi_gguf.cluster.runtime_facts import RuntimeFacts, rpc_protocol, write_facts
 from kimi_gguf.cluster.runtime_options import PROGRAMS, TARGETS, BuildOptions
@@ -90,7 +91,8 @@ def make_runtime(
             fetch_sdist(upstream, home.parent / "downloads", log) if sdist is None else check_sdist(upstream, sdist)
         )
         progress.stage("unpacking")
-        source, bindings = unpack(upstream, archive, work)
+        with disk_faults(work):
+            source, bindings = unpack(upstream, archive, work)
         progress.stage("patching")
         apply_patches(upstream, source, log)
         compile_targets(tools, source, work / "build", options.cmake_arguments(upstream), log, jobs, progress)
@@ -200,7 +202,10 @@ def _run(command: Sequence[str], env: dict[str, str], log: Path, what: str, prog
                 process.terminate()
                 raise
     if process.returncode:
-        raise RuntimeFault(f"{what} failed; the log is {log}, its end:\n{_tail(log)}")
+        raise RuntimeFault(
+            f"{what} failed; the log is {log}, its end:\n{_tail(log)}",
+            "when the cause is gone, run the same command again",
+        )
 
 
 def _report(line: bytes, progress: BuildProgress) -> None:

@@ -75,7 +75,7 @@ def build_options(
     """
     for argument in cmake_args:
         if not argument.startswith("-D") or "=" not in argument:
-            raise UsageError(f"--cmake-arg {argument!r} is not of the form -DNAME=VALUE")
+            raise UsageError(f"--cmake-arg {argument!r} is not of the form -DNAME=VALUE", "for example -DGGML_HIP=ON")
     chosen = (("cuda", cuda), ("vulkan", vulkan), ("metal", metal))
     return BuildOptions(tuple(name for name, wanted in chosen if wanted), tuple(cmake_args))
 

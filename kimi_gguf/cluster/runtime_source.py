@@ -55,7 +55,10 @@ def check_sdist(upstream: Upstream, path: Path) -> Path:
         InputError: it is not.
     """
     if not path.is_file():
-        raise InputError(f"{path} is not a file")
+        raise InputError(
+            f"{path} is not a file",
+            f"name the source archive of {upstream.package} {upstream.version}, or drop --sdist",
+        )
     found = _sha256(path)
     if found != upstream.sha256:
         raise InputError(
@@ -100,7 +103,10 @@ def apply_patches(upstream: Upstream, source: Path, log: Path) -> None:
             output.flush()
             status = subprocess.run(command, cwd=source, env=env, stdout=output, stderr=output, check=False)
         if status.returncode:
-            raise InputError(f"{patch.name} does not apply to llama.cpp {upstream.commit[:9]} (output in {log})")
+            raise InputError(
+                f"{patch.name} does not apply to llama.cpp {upstream.commit[:9]} (output in {log})",
+                "install kimi-gguf again: its patches are for this very archive",
+            )
 
 
 def _patch_command(path: Path) -> list[str]:

@@ -76,7 +76,7 @@ class Supervisor:
     ) -> None:
         structure = check_structure(files)
         if structure is None or structure.config is None:
-            raise InputError(f"{options.model} is no model that can be served")
+            raise InputError(f"{options.model} is no model that can be served", "name a GGUF of kimi-k3 or kimi-k31")
         self._options = options
         self._command = [str(runtime.program("llama-server")), *server_arguments(options, structure.config)]
         self._environment = runtime.environment()

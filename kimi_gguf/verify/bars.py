@@ -37,7 +37,7 @@ class Bars:
         for name in ("max_kld", "max_kld_99", "max_ppl_ratio", "max_router_kl"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
-                raise UsageError(f"{_flag(name)} {value} is not a number from 0 on")
+                raise UsageError(f"{_flag(name)} {value} is not a number from 0 on", "0.01 for example")
 
     def stated(self) -> dict[str, float]:
         """The bars that are set, by name of their flag."""

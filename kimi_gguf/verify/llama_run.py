@@ -151,7 +151,10 @@ def _open(path: Path, options: EngineOptions, runtime: Runtime, tokens: TokenSet
     engine = LlamaEngine(path, options, runtime=runtime)
     if engine.model.vocab != tokens.vocab_size:
         engine.close()
-        raise UsageError(f"{path} has {engine.model.vocab} tokens, the text was read with {tokens.vocab_size}")
+        raise UsageError(
+            f"{path} has {engine.model.vocab} tokens, the text was read with {tokens.vocab_size}",
+            "compare models of one vocabulary",
+        )
     return engine
 
 

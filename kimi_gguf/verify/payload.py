@@ -71,6 +71,8 @@ def verify_model(
     """
     started = time.monotonic()
     share = _share(sample, full)
+    if seed < 0:
+        raise UsageError(f"--seed {seed} is negative", "give 0 or more")
     with ExitStack() as stack:
         gguf = stack.enter_context(open_gguf(model))
         files = gguf.files

@@ -25,6 +25,7 @@ from quant.gguf_split import read_gguf_set
 MAX_TEXT_BYTES = 1 << 28
 """Some 60 million tokens; more would take gigabytes before a run begins."""
 _NORMAL = 1
+_AGAIN = "convert the checkpoint again"
 _BYTE_OF = {byte_text(bytes([byte])): byte for byte in range(256)}
 
 # Kimi's tokenizer cuts what is longer before it merges, and cuts decide ids.
@@ -100,7 +101,7 @@ def gguf_vocabulary(path: Path) -> Vocabulary:
     if tokens is None or types is None or pre is None or pre.value != "kimi-k2":
         raise InputError(f"{path}: no vocabulary of pre-tokenizer kimi-k2", "convert the checkpoint with its tokenizer")
     if not isinstance(tokens.value, StringArray) or not isinstance(types.value, np.ndarray):
-        raise InputError(f"{path}: tokenizer.ggml.tokens and token_type are no arrays")
+        raise InputError(f"{path}: tokenizer.ggml.tokens and token_type are no arrays", _AGAIN)
     kinds = types.value.tolist()
     ranks: list[bytes] = []
     for token, kind in zip(tokens.value, kinds, strict=False):
@@ -109,11 +110,13 @@ def gguf_vocabulary(path: Path) -> Vocabulary:
         try:
             ranks.append(bytes(_BYTE_OF[character] for character in token))
         except KeyError:
-            raise InputError(f"{path}: token {len(ranks)} {token!r} is not spelled in byte characters") from None
+            raise InputError(
+                f"{path}: token {len(ranks)} {token!r} is not spelled in byte characters", _AGAIN
+            ) from None
     if not set(range(256)) <= {token[0] for token in ranks if len(token) == 1}:
-        raise InputError(f"{path}: the vocabulary lacks some of the 256 single bytes")
+        raise InputError(f"{path}: the vocabulary lacks some of the 256 single bytes", _AGAIN)
     if len(set(ranks)) != len(ranks):
-        raise InputError(f"{path}: the vocabulary holds a token twice")
+        raise InputError(f"{path}: the vocabulary holds a token twice", _AGAIN)
     return _vocabulary(ranks)
 
 
@@ -127,9 +130,9 @@ def read_tokens(
         InputError: not UTF-8.
     """
     if context < 2:
-        raise UsageError(f"--context {context}: a chunk needs at least 2 tokens")
+        raise UsageError(f"--context {context} is too short: a chunk needs at least 2 tokens", "512 is usual")
     if tokens is not None and tokens < 2:
-        raise UsageError(f"--tokens {tokens}: at least 2 tokens are needed")
+        raise UsageError(f"--tokens {tokens} is too few: at least 2 are needed", "leave it out for the whole text")
     try:
         with text.open("rb") as file:
             data = file.read(MAX_TEXT_BYTES + 1)
