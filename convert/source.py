@@ -102,9 +102,11 @@ class LocalSource:
             os.close(file)
 
     def close(self) -> None:
-        """Closes all shards."""
-        for shard in list(self._files):
-            self.release(shard)
+        """Closes all shards. None is released: a source that fetches keeps what an interrupted run needs again."""
+        with self._lock:
+            files, self._files = self._files, {}
+        for file in files.values():
+            os.close(file)
 
     def __enter__(self) -> LocalSource:
         return self

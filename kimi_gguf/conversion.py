@@ -25,6 +25,7 @@ class FetchingSource(Protocol):
 
     def need(self, plan: Plan, output: int | None = None) -> ShardNeed: ...
     def check_disk(self, plan: Plan, directory: Path, output: int | None = None) -> ShardNeed: ...
+    def claim(self) -> None: ...
     def finished(self) -> None: ...
     def close(self) -> None: ...
 
@@ -100,6 +101,9 @@ def convert(
                 )
             if on_need and need is not None:
                 on_need(source, need)
+            if isinstance(source, FetchingSource) and need is not None and need.total and not dry_run:
+                # Before there is any output.
+                source.claim()
 
         result = outlet.run(
             lambda taken, delivery: pipeline.convert(

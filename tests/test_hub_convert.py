@@ -138,6 +138,17 @@ def test_max_disk_is_kept_to_the_byte(hub: HubServer, checkpoint: Path, expected
         converted(checkpoint, tmp_path / "local", max_disk=1000)
 
 
+def test_a_folder_of_others_is_refused_before_anything_is_written(
+    hub: HubServer, checkpoint: Path, tmp_path: Path
+) -> None:
+    hub.store.add_folder(REPO, checkpoint)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious").touch()
+    with pytest.raises(UsageError, match="holds other files"):
+        convert(REPO, quant="MXFP4", outdir=tmp_path / "out", download_dir=tmp_path / "mine")
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file() and "hub" not in path.parts] == ["precious"]
+
+
 def test_too_little_free_space_is_refused_before_anything_is_written(
     hub: HubServer, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

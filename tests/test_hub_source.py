@@ -100,6 +100,24 @@ def test_a_shard_is_there_from_acquire_to_release(opened: Open, folder: Path, tm
     assert not (tmp_path / "shards").exists()
 
 
+def test_a_shard_that_is_in_work_when_a_run_is_interrupted_is_not_fetched_again(
+    hub: HubServer, opened: Open, tmp_path: Path
+) -> None:
+    source = opened()
+    source.acquire(0)
+    source.acquire(1)
+    source.release(0)
+    source.close()
+    assert len(stored(tmp_path / "shards")) == 1
+    again = opened()
+    hub.requests.clear()
+    again.acquire(1)
+    assert ranges(hub.requests, again.repository.files[again.shards[1].name].path) == []
+    again.release(1)
+    again.close()
+    assert not (tmp_path / "shards").exists()
+
+
 def test_a_range_of_a_shard_that_is_not_there_is_read_from_the_hub(
     hub: HubServer, opened: Open, folder: Path, tmp_path: Path
 ) -> None:

@@ -133,7 +133,10 @@ class HubSource(LocalSource):
         view = buffer.cast("B")
         file = self._listed[shard]
         if offset + len(view) > file.nbytes:
-            raise InputError(f"{file.path}: has {file.nbytes} bytes, {offset + len(view)} were asked for")
+            raise InputError(
+                f"{file.path}: has {file.nbytes} bytes, {offset + len(view)} were asked for",
+                "its header was damaged on the way: run the same command again",
+            )
         view[:] = self.repository.transport.read(file.path, offset, offset + len(view), file.nbytes)
 
     def need(self, plan: Plan, output: int | None = None) -> ShardNeed:
@@ -182,12 +185,21 @@ class HubSource(LocalSource):
         self.budget.limit = min(limits)
         return need
 
+    def claim(self) -> None:
+        """Take the folder of shards.
+
+        Raises:
+            UsageError: it holds other things, or shards of another repository.
+            OutputError: another process works in it, or it cannot be written.
+        """
+        self.store.open()
+
     def finished(self) -> None:
         """The conversion is done: nothing that was fetched is needed any more."""
         self.store.clear()
 
     def close(self) -> None:
-        """Call off what is under way, close the shards, and give up the folder; what is half fetched stays."""
+        """Call off what is under way, close the shards, and give up the folder; what is fetched stays."""
         self.repository.transport.stop.set()
         super().close()
         with self._busy:
@@ -248,7 +260,7 @@ def read_side_file(repository: Repository, name: str) -> bytes | None:
     if file is None:
         return None
     if file.nbytes > MAX_SIDE_FILE_BYTES:
-        raise InputError(f"{name}: {file.nbytes} bytes, at most {MAX_SIDE_FILE_BYTES} are read")
+        raise InputError(f"{name}: {file.nbytes} bytes, at most {MAX_SIDE_FILE_BYTES} are read", "is it a checkpoint?")
     return repository.read_whole(name)
 
 
