@@ -83,7 +83,7 @@ class Imatrix:
         """
         path = Path(path)
         if not path.is_file():
-            raise InputError(f"{path} is not a file", "name an importance matrix made by llama-imatrix")
+            raise InputError(f"{path} is not a file", "name one that kimi-gguf imatrix or llama-imatrix made")
         try:
             with path.open("rb") as file:
                 stamp = _stamp_of(file.fileno())

@@ -99,7 +99,7 @@ def _read_gguf(path: Path, header: GgufHeader) -> StoredImatrix:
     return StoredImatrix(entries, names, chunks, size, legacy=False)
 
 
-_AGAIN: Final = "make it with llama-imatrix, or name another file"
+_AGAIN: Final = "make it with kimi-gguf imatrix or llama-imatrix, or name another file"
 
 
 def _read_counts(path: Path, name: str, offset: int, slices: int) -> F32Array:

@@ -36,7 +36,7 @@ def test_the_table_of_recipes_is_that_of_the_released_shape() -> None:
 def test_every_flag_of_convert_is_in_the_table_and_no_other() -> None:
     command = cli.get_command(click.Context(cli), "convert")
     assert command is not None
-    flags = {option for p in command.params if isinstance(p, click.Option) for option in p.opts} - {"--quiet"}
+    flags = {option for p in command.params if isinstance(p, click.Option) for option in p.opts}
     table = CONVERT[CONVERT.index("## Flags") : CONVERT.index("The one question")]
     assert set(re.findall(r"(?<=`)-{1,2}[a-z][a-z-]*", "\n".join(re.findall(r"^\| (.*?) \| ", table, re.M)))) == flags
 

@@ -141,8 +141,11 @@ def _run(arguments: list[str], console: Console) -> int:
     except OSError as fault:
         if os.environ.get(DEBUG):
             raise
-        where = f"{os.fsdecode(fault.filename)}: " if isinstance(fault.filename, str | bytes) else ""
-        console.error(f"{where}{fault.strerror or fault}", "check this path, its permissions and the disk", 1)
+        if isinstance(fault.filename, str | bytes):
+            where, hint = f"{os.fsdecode(fault.filename)}: ", "check this path, its permissions and the disk"
+        else:
+            where, hint = "", f"check the disk and the connections; set {DEBUG}=1 to see where it happened"
+        console.error(f"{where}{fault.strerror or fault}", hint, 1)
         return 1
     except Exception as fault:
         if os.environ.get(DEBUG):

@@ -18,7 +18,7 @@ def command() -> None:
     """
 
 
-@command.command()
+@command.command(short_help="Write a Modelfile; a split set is merged first.")
 @click.argument("model")
 @click.option("--out", metavar="DIR", help="Folder of the Modelfile; NAME-ollama beside the model without it.")
 @output_options
@@ -31,7 +31,7 @@ def ollama(model: str, out: str | None, as_json: bool, quiet: bool) -> None:
     console.result(made.to_dict(), text, quiet=str(made.files[0]))
 
 
-@command.command()
+@command.command(short_help="Link the model into LM Studio's folder.")
 @click.argument("model")
 @click.option("--out", metavar="DIR", help="LM Studio's folder of models; ~/.lmstudio/models without it.")
 @output_options

@@ -17,7 +17,7 @@ def command() -> None:
     """The patched llama.cpp that runs Kimi K3 and K3.1 Pro: build it, show it."""
 
 
-@command.command()
+@command.command(short_help="Build the runtime and make it the one in use.")
 @click.option("--cuda", is_flag=True, help="Build the CUDA backend too.")
 @click.option("--vulkan", is_flag=True, help="Build the Vulkan backend too.")
 @click.option("--metal", is_flag=True, help="Build the Metal backend too.")
@@ -42,7 +42,7 @@ def build(as_json: bool, quiet: bool, **flags: Any) -> None:
     console.result(value, f"runtime: {built.root}", quiet=str(built.root))
 
 
-@command.command()
+@command.command(short_help="Show what is built, and where.")
 @output_options
 def info(as_json: bool, quiet: bool) -> None:
     """Show what is built: llama.cpp's commit, patches, backends, RPC protocol, folders."""
