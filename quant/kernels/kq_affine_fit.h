@@ -1,17 +1,5 @@
 /* Step 1 of kq_affine.h: the best lattices of each sub-block with real scales and minima. */
-#include "kq_codes.h"
-
-enum { MOST_RANKS = SHIFTS + 3, ENTRIES = 16 * MOST_RANKS };
-
-/* The kept fits of all sub-blocks, in units of the super-block: entry 16 * k + j is the one of rank k of sub-block j.
- * With scale s and minimum m instead of its own it costs
- *     error + bend * (s - scale)^2 + sum * (m - minimum - slope * (s - scale))^2. */
-typedef struct {
-    int entries; /* in use: 16 for each rank */
-    float scale[ENTRIES] KQ_ALIGNED, minimum[ENTRIES] KQ_ALIGNED, error[ENTRIES] KQ_ALIGNED;
-    float bend[ENTRIES] KQ_ALIGNED, slope[ENTRIES] KQ_ALIGNED, sum[ENTRIES] KQ_ALIGNED;
-    float q[ENTRIES] KQ_ALIGNED, qq[ENTRIES] KQ_ALIGNED; /* sums of w * q and w * q^2 */
-} kq_fits;
+#include "kq_affine_search.h"
 
 /* Sixteen fits of one sub-block, in units of its levels. */
 typedef struct {
@@ -158,10 +146,5 @@ KQ_INLINE void fit_all(const kq_codes *b, int weighted, int ranks, kq_fits *out)
             out->scale[e] = out->minimum[e] = out->error[e] = out->q[e] = out->qq[e] = 0;
         }
     }
-    for (int e = 0; e < out->entries; e += KQ_LANES) {
-        vf sum = vf_load(b->sums + e % 16), q = vf_load(out->q + e), slope = q * vf_inverse(sum);
-        vf_store(out->sum + e, sum);
-        vf_store(out->slope + e, slope);
-        vf_store(out->bend + e, vf_load(out->qq + e) - q * slope);
-    }
+    complete_fits(b->sums, out);
 }

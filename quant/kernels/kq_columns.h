@@ -4,6 +4,8 @@
 #ifndef KQ_COLUMNS_H
 #define KQ_COLUMNS_H
 
+#include "kq_codes.h"
+
 /* Columns and their weights, [column][sub-block], in units of the super-block. */
 typedef struct { float x[SUB_SIZE][16] KQ_ALIGNED, w[SUB_SIZE][16] KQ_ALIGNED; } kq_columns;
 
