@@ -23,6 +23,7 @@ from kimi_gguf import convert, inspect, publish_model
 from kimi_gguf.cli import run
 from kimi_gguf.hub import retry
 from kimi_gguf.publish import target
+from kimi_gguf.publish.facts import DIMENSIONS
 from kimi_gguf.publish.lock import upload_lock
 from kimi_gguf.publish.regions import merge_regions
 from kimi_gguf.reference.checkpoint_maker import TinyShape, make_checkpoint
@@ -397,6 +398,20 @@ def test_a_damaged_report_is_told(hub: HubServer, made: Path, tmp_path: Path, da
     assert f"MXFP4/{STEM}.eval.json" not in files_of(hub)
 
 
+def test_bottomless_json_on_the_hub_is_passed_over(hub: HubServer, made: Path) -> None:
+    publish_model(made, REPO, create=True)
+    entry = hub.store.entry("x.json", hub.store.put(b"[" * 100_000))
+    hub.store.commit(REPO, "main", "x", {f"MXFP4/a{end}": entry for end in (".eval.json", ".gguf.manifest.json")})
+    publish_model(made, REPO)
+    assert "[MXFP4]" in text_of(hub, "README.md")
+
+
+def test_half_a_surrogate_pair_in_a_report_spoils_no_card(hub: HubServer, made: Path, tmp_path: Path) -> None:
+    report = write_report(tmp_path / "r.json", made, baseline={"label": "half \ud800"})
+    publish_model([made, report], REPO, create=True)
+    assert "half ?" in text_of(hub, "README.md")
+
+
 def test_a_report_may_come_later_and_alone(hub: HubServer, made: Path, other: Path, tmp_path: Path) -> None:
     publish_model(made, REPO, create=True)
     assert "quality is not known" in text_of(hub, "README.md")
@@ -559,7 +574,17 @@ def test_a_damaged_manifest_is_told_and_never_leads_out_of_its_folder(
     assert json.loads(text_of(hub, f"Q4_K_M/{path.name}"))["files"] != files
 
 
-@pytest.mark.parametrize("damage", [{"settings": []}, {"dimensions": {"kda_heads": 1}}, {"tool": 3}, {"warnings": 5}])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"settings": []},
+        {"dimensions": {"kda_heads": 1}},
+        {"dimensions": dict.fromkeys(DIMENSIONS, float("inf"))},
+        {"tool": 3},
+        {"warnings": 5},
+        {"architecture": []},
+    ],
+)
 def test_a_manifest_that_the_card_cannot_be_made_of_is_told_here_and_passed_over_there(
     hub: HubServer, made: Path, other: Path, tmp_path: Path, damage: dict[str, Any]
 ) -> None:

@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -177,6 +177,26 @@ def test_every_interface_is_refused(address: str, runtime: Runtime) -> None:
     done = CliRunner().invoke(cluster, ["worker", "--bind", address])
     assert isinstance(done.exception, UsageError)
     assert "--insecure-bind" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"x", b"[" * 100_000, b"{}", b'{"service": []}', b'"memory"'],
+    ids=["nothing", "no JSON", "deep", "empty", "another", "a text"],
+)
+def test_an_answer_of_no_worker_is_a_value_error(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kimi_gguf.cluster.side_port.fetch", lambda *_, **__: (200, body))
+    with pytest.raises(ValueError):
+        ask_side_port("127.0.0.1:1000")
+
+
+def test_numbers_of_a_worker_that_are_none_are_a_value_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = asdict(WorkerState("b", (1, 2, 3)))
+    for damage in ({"instance": float("inf")}, {"memory": 3}, {"protocol": [1]}, {"available": "x"}):
+        body = json.dumps(sound | damage).encode()
+        monkeypatch.setattr("kimi_gguf.cluster.side_port.fetch", lambda *_, body=body, **__: (200, body))
+        with pytest.raises(ValueError):
+            ask_side_port("127.0.0.1:1000")
 
 
 def test_layers_of_no_model_are_refused() -> None:

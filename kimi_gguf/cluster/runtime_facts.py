@@ -58,7 +58,7 @@ def read_facts(folder: Path) -> RuntimeFacts:
         table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         lists = {key: tuple(value) for key, value in table.items() if isinstance(value, list)}
         return RuntimeFacts(**(table | lists))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{path} cannot be read: {error}", f"remove {folder} and build again: kimi-gguf runtime build"
         ) from None

@@ -112,7 +112,10 @@ def ask_side_port(endpoint: str, *, timeout: float = 3.0, side_port: int | None 
     status, body = fetch(host, side_port or port + 1, "/", timeout=timeout)
     if status != HTTPStatus.OK:
         raise ValueError(f"it answers with HTTP status {status}")
-    return _state(json.loads(body))
+    try:
+        return _state(json.loads(body))
+    except RecursionError:
+        raise ValueError("it answers with JSON of no use") from None
 
 
 def measure_link(endpoint: str, *, seconds: float = 2.0, side_port: int | None = None) -> Link:
@@ -174,5 +177,5 @@ def _state(table: Any) -> WorkerState:
             cache=bool(table["cache"]),
             reason=str(table["reason"])[:1000],
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, OverflowError, TypeError) as error:
         raise ValueError(f"its answer cannot be read: {error}") from None

@@ -221,6 +221,6 @@ def _feed(path: Path, digest: object, advance: Advance) -> None:
 def _read_marker(marker: Path) -> dict[str, object]:
     try:
         held = json.loads(marker.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return held if isinstance(held, dict) else {}

@@ -45,7 +45,7 @@ def _reports(repository: Repository, folder: str) -> list[Mapping[str, Any]]:
         if path.startswith(f"{folder}/") and path.endswith(EVAL) and file.nbytes <= _LARGEST:
             try:
                 document = json.loads(repository.read_whole(path))
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if is_report(document) and is_sound(document):
                 reports.append(document)
@@ -80,7 +80,7 @@ def stale_paths(repository: Repository | None, ours: Sequence[QuantFacts], keep:
                 continue
             try:
                 document = json.loads(repository.read_whole(path))
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if is_report(document) and not (is_sound(document) and evaluated(document, facts.files)):
                 stale.add(path)
@@ -109,4 +109,5 @@ def readme(repo: str, quants: Sequence[QuantFacts], repository: Repository | Non
     if not quants:
         merge_regions(split_front_matter(there or "")[1], {})
         return []
-    return [small(README, card(there, repo, quants).encode())]
+    # What UTF-8 cannot hold comes from somebody's JSON alone.
+    return [small(README, card(there, repo, quants).encode(errors="replace"))]

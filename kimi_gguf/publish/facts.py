@@ -111,7 +111,7 @@ class QuantFacts:
 
 
 _PARTS = ("settings", "source", "tool", "model", "dimensions")
-_DIMENSIONS = (
+DIMENSIONS = (
     "kda_heads", "kda_head_dim", "kda_conv_kernel", "kda_layers", "mla_layers", "mla_latent", "indexer_layers",
     "indexer_head_dim", "context_length",
 )  # fmt: skip
@@ -125,7 +125,7 @@ def read_manifest(data: bytes, where: str) -> dict[str, Any]:
     """
     try:
         document = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         document = None
     if not is_manifest(document):
         raise InputError(f"{where} is no manifest of kimi-gguf", "convert writes it beside the model")
@@ -151,11 +151,14 @@ def facts_of(document: Mapping[str, Any], reports: Sequence[Mapping[str, Any]] =
         )
         if not all(isinstance(document.get(part), dict | None) for part in _PARTS):
             raise TypeError
-        if isinstance(dimensions := document.get("dimensions"), dict):
-            sum(int(dimensions[name]) for name in _DIMENSIONS)
+        dimensions = document.get("dimensions") or dict.fromkeys(DIMENSIONS, 0)
+        if not all(isinstance(dimensions[name], int) for name in DIMENSIONS):
+            raise TypeError
         if not isinstance(document.get("warnings"), list | None):
             raise TypeError
-    except (AttributeError, KeyError, TypeError, ValueError):
+        if not all(isinstance(document.get(name), str | None) for name in ("architecture", "encoder")):
+            raise TypeError
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         raise InputError(f"the manifest of {document.get('quant')} is not whole", "finish the conversion") from None
     fitting = [report for report in reports if evaluated(report, files)]
     best = max(fitting, key=lambda report: report.get("tokens") or 0, default=None)

@@ -282,7 +282,7 @@ def _objections(text: str) -> str:
     """What the Hub objects to in a card, as sentences."""
     try:
         return "; ".join(scrub(str(found["message"])) for found in json.loads(text)["errors"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return scrub(text)
 
 

@@ -53,7 +53,7 @@ def _manifest(repository: Repository, files: GgufSet) -> dict[str, Any] | None:
         if path.endswith(MANIFEST) and PurePosixPath(path).parent == folder and file.nbytes <= _LARGEST:
             try:
                 document = json.loads(repository.read_whole(path))
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(document, dict) and files.paths[0].name in str(document.get("files")):
                 return document
