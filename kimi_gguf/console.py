@@ -40,6 +40,28 @@ class LostOutput(OutputError):
         self.unheard = isinstance(reason, BrokenPipeError)
 
 
+class _Terminal:
+    """stderr as bars write to it: a terminal that is gone does not end the work."""
+
+    def write(self, text: str) -> None:
+        try:
+            sys.stderr.write(text)
+        except OSError:
+            _silence(sys.stderr)
+
+    def flush(self) -> None:
+        try:
+            sys.stderr.flush()
+        except OSError:
+            _silence(sys.stderr)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+
+TERMINAL: Any = _Terminal()
+
+
 class Console:
     """Where a verb's result goes.
 
@@ -135,7 +157,7 @@ class StageBar:
     def begin(self, stage: str, total: int) -> None:
         self._total = total
         if self._console.mode == "human" and sys.stderr.isatty():
-            self._bar = tqdm(desc=stage, total=total, leave=False, file=sys.stderr)
+            self._bar = tqdm(desc=stage, total=total, leave=False, file=TERMINAL)
 
     def step(self, done: int, text: str) -> None:
         if self._bar is not None:
@@ -164,7 +186,7 @@ class ConversionBars:
     def measured(self, done: int, total: int) -> None:
         if self._console.mode == "human" and sys.stderr.isatty():
             if self._measuring is None:
-                self._measuring = tqdm(desc="measure", total=total, unit="tensor", leave=False, file=sys.stderr)
+                self._measuring = tqdm(desc="measure", total=total, unit="tensor", leave=False, file=TERMINAL)
             self._measuring.update(done - self._measuring.n)
             if done == total:
                 self._measuring.close()
@@ -198,7 +220,7 @@ class ConversionBars:
     def finished(self, path: Path) -> None:
         with self._lock:
             if self._bars:
-                tqdm.write(visible(f"done: {path}"), file=sys.stderr)
+                tqdm.write(visible(f"done: {path}"), file=TERMINAL)
             else:
                 self._console.note(f"done: {path}")
 
@@ -217,7 +239,7 @@ def _bar(label: str, position: int, total: int, initial: int) -> Any:
         unit="B",
         unit_scale=True,
         leave=False,
-        file=sys.stderr,
+        file=TERMINAL,
     )
 
 
@@ -245,9 +267,13 @@ def _write(stream: TextIO, text: str) -> None:
         stream.write(text + "\n")
         stream.flush()
     except OSError as error:
-        # Python would try again, and complain, when it closes the stream at exit.
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        _silence(stream)
         # What is only told on the way must not end the work.
         if stream is sys.stdout:
             raise LostOutput(error) from None
+
+
+def _silence(stream: TextIO) -> None:
+    """Point a stream that fails at the null device: Python would try again, and complain, when it closes it at exit."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

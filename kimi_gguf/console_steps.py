@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from kimi_gguf.console import Console, visible
+from kimi_gguf.console import TERMINAL, Console, visible
 
 
 class StageBar:
@@ -41,7 +41,7 @@ class StageBar:
             return
         if sys.stderr.isatty():
             if self._bar is None:
-                self._bar = tqdm(desc=self._name, total=total, leave=False, file=sys.stderr)
+                self._bar = tqdm(desc=self._name, total=total, leave=False, file=TERMINAL)
             self._bar.update(done - self._bar.n)
         elif done * 10 // total > self._tenth:
             self._tenth = done * 10 // total
@@ -81,5 +81,5 @@ class StatusLine:
         if self._console.mode != "human" or not sys.stderr.isatty():
             return
         if self._line is None:
-            self._line = tqdm(bar_format="{desc}", leave=False, file=sys.stderr)
+            self._line = tqdm(bar_format="{desc}", leave=False, file=TERMINAL)
         self._line.set_description_str(visible(text))

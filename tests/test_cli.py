@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -18,6 +19,8 @@ import pytest
 from convert.gguf_file import MetadataEntry, TensorEntry, ValueType, lay_out
 from kimi_gguf import api
 from kimi_gguf.cli import VERBS, run
+from kimi_gguf.console import Console
+from kimi_gguf.console_steps import StatusLine
 from kimi_gguf.reference.checkpoint_maker import TinyShape, make_checkpoint
 from quant.recipes import RECIPES
 from quant.types import QuantType
@@ -338,6 +341,27 @@ def test_messages_that_cannot_be_written_do_not_end_a_conversion(checkpoint: Pat
         )
     assert done.returncode == 0 and str(file) in done.stdout
     assert api.inspect(file).faults == ()
+
+
+class Gone(io.StringIO):
+    """A terminal that was closed while a program went on."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_terminal_that_is_gone_does_not_end_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Gone())
+    console = Console()
+    with console.stages() as bar, StatusLine(console) as line:
+        bar.begin("work", 3)
+        for step in range(4):
+            bar.step(step, "step")
+            line.status("works")
+        line.note("done")
 
 
 def test_an_unforeseen_failure_is_one_line_too(verb: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
