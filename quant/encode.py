@@ -50,6 +50,12 @@ def encode(rows: Rows, qtype: QuantType, *, encoder: Encoder, importance: F32Arr
         case F32Rows() if qtype is QuantType.F32:
             _check_f32(rows)
             return _bytes(rows.values)
+        case Bf16Rows() if encoder == "native" and native.supports("BF16", qtype):
+            check_bf16(rows)
+            return native.encode(rows, qtype, importance)
+        case F32Rows() if encoder == "native" and native.supports("F32", qtype):
+            _check_f32(rows)
+            return native.encode(rows, qtype, importance)
     return ggml.encode(to_float(rows), qtype, importance)
 
 

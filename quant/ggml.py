@@ -38,7 +38,7 @@ _LARGEST_GRID_WEIGHT: Final = 1e5
 _LARGEST_GRID_PRODUCT: Final = 1e15
 _LARGEST_WEIGHT: Final = 1e15
 
-_BF16_HINT: Final = "keep this tensor in BF16 with --tensor-type"
+TOO_LARGE_HINT: Final = "keep this tensor in BF16 with --tensor-type"
 _FLOATS: Final = frozenset({QuantType.F32, QuantType.F16, QuantType.BF16})
 _init_lock = threading.Lock()
 
@@ -195,7 +195,7 @@ def _check_weights(values: F32Array, qtype: QuantType) -> float:
         if qtype in _FLOATS or largest <= (_LARGEST_GRID_WEIGHT if qtype in _GRID_TYPES else _LARGEST_WEIGHT):
             return largest
         row = int(np.argmax(np.abs(values).max(axis=1)))
-        raise ValueFault(f"weight of magnitude {largest:g} is too large for {qtype.name}", _BF16_HINT, row)
+        raise ValueFault(f"weight of magnitude {largest:g} is too large for {qtype.name}", TOO_LARGE_HINT, row)
     row, column = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
     raise ValueFault(
         f"the weight in column {column} is {values[row, column]}, not a finite number",
@@ -254,4 +254,4 @@ def _check_scales(encoded: U8Array, qtype: QuantType) -> None:
     else:
         return
     if bad.any():
-        raise ValueFault(f"weights are too large for {qtype.name}", _BF16_HINT, int(np.argwhere(bad)[0, 0]))
+        raise ValueFault(f"weights are too large for {qtype.name}", TOO_LARGE_HINT, int(np.argwhere(bad)[0, 0]))

@@ -1,4 +1,4 @@
-"""Our own encoders from MXFP4 codes to ggml blocks: the C library in ``quant/kernels``, called through ctypes.
+"""Our own encoders to ggml blocks, from MXFP4 codes and from floats: the C library in ``quant/kernels``, by ctypes.
 
 The library is single-threaded and without state; ctypes releases the interpreter lock, so callers run it from several
 threads at once. The instruction set is chosen at run time and never changes a byte of the output;
@@ -16,9 +16,10 @@ from typing import Literal
 import numpy as np
 
 from quant import mxfp4
-from quant.errors import InputError, UsageError
+from quant.errors import InputError, UsageError, ValueFault
+from quant.ggml import TOO_LARGE_HINT
 from quant.kernels import load_library
-from quant.tensors import F32Array, Mxfp4Rows, U8Array
+from quant.tensors import Bf16Rows, F32Array, F32Rows, Mxfp4Rows, Rows, U8Array
 from quant.types import QuantType, row_bytes
 
 SourceKind = Literal["MXFP4", "BF16", "F32"]
@@ -26,6 +27,15 @@ SourceKind = Literal["MXFP4", "BF16", "F32"]
 ISA_VARIABLE = "KIMI_GGUF_ISA"
 _ISAS = {"scalar": 0, "avx2": 1, "avx512": 2, "neon": 3}
 _PREFERENCE = ("avx512", "neon", "avx2", "scalar")
+
+# Largest fp16 number times the largest index of a scale times the largest quant.
+_LARGEST = {
+    QuantType.Q6_K: 65504.0 * 128 * 32,
+    QuantType.Q5_K: 65504.0 * 63 * 31,
+    QuantType.Q4_K: 65504.0 * 63 * 15,
+    QuantType.Q3_K: 65504.0 * 32 * 4,
+    QuantType.Q2_K: 65504.0 * 15 * 3,
+}
 
 
 class _Stats(ctypes.Structure):
@@ -70,6 +80,20 @@ def _library() -> ctypes.CDLL:
         ctypes.POINTER(_Stats),
     ]
     library.kq_encode.restype = ctypes.c_int64
+    library.kq_supports_floats.argtypes = [ctypes.c_int32]
+    library.kq_supports_floats.restype = ctypes.c_int32
+    library.kq_encode_floats.argtypes = [
+        ctypes.c_int32,
+        ctypes.c_int32,
+        byte_pointer,
+        ctypes.c_int32,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        byte_pointer,
+        byte_pointer,
+        ctypes.POINTER(_Stats),
+    ]
+    library.kq_encode_floats.restype = ctypes.c_int64
     return library
 
 
@@ -102,23 +126,22 @@ def _resolve_isa(requested: str) -> str:
 
 
 def supports(kind: SourceKind, qtype: QuantType) -> bool:
-    """Whether ``encode`` turns rows of ``kind`` into ``qtype``; only MXFP4 sources are."""
-    return kind == "MXFP4" and bool(_library().kq_supports(int(qtype)))
+    """Whether ``encode`` turns rows of ``kind`` into ``qtype``: from floats only Q6_K, Q5_K, Q4_K, Q3_K and Q2_K."""
+    library = _library()
+    return bool(library.kq_supports(int(qtype)) if kind == "MXFP4" else library.kq_supports_floats(int(qtype)))
 
 
-def encode(rows: Mxfp4Rows, qtype: QuantType, importance: F32Array | None = None) -> U8Array:
+def encode(rows: Rows, qtype: QuantType, importance: F32Array | None = None) -> U8Array:
     """Blocks of ``qtype`` for ``rows``; see ``encode_with_stats``."""
     return encode_with_stats(rows, qtype, importance)[0]
 
 
-def encode_with_stats(
-    rows: Mxfp4Rows, qtype: QuantType, importance: F32Array | None = None
-) -> tuple[U8Array, EncodeStats]:
-    """Encode MXFP4 rows as ``qtype``, exactly where the format can hold the values, else with the least error found.
+def encode_with_stats(rows: Rows, qtype: QuantType, importance: F32Array | None = None) -> tuple[U8Array, EncodeStats]:
+    """Encode rows as ``qtype``, MXFP4 exactly where the format can hold the values, else with the least error found.
 
     Args:
-        rows: packed codes U8 [r, c / 2] and scales U8 [r, c / 32].
-        qtype: a type for which ``supports("MXFP4", qtype)``.
+        rows: MXFP4 codes U8 [r, c / 2] and scales U8 [r, c / 32], or BF16 or F32 [r, c], all of them finite.
+        qtype: a type that ``supports`` names for this kind of rows.
         importance: F32 [c], weight of each column's squared error, finite and not negative; None weighs all equally.
 
     Returns:
@@ -126,7 +149,8 @@ def encode_with_stats(
 
     Raises:
         UsageError: unsupported type, columns not a whole number of blocks, shapes that do not fit together.
-        ValueFault: a scale of 255 (NaN) or a weight beyond float32; carries the row, as ``mxfp4.check_scales`` does.
+        ValueFault: a scale of 255 (NaN) or a weight beyond float32, as ``mxfp4.check_scales`` says; a float that is
+            larger than anything ``qtype`` can hold; carries the row.
         InputError: importance of another length, negative or not finite.
     """
     row_count, columns = _checked_shape(rows)
@@ -134,35 +158,36 @@ def encode_with_stats(
     return out, encode_into(rows, qtype, out, importance)
 
 
-def encode_into(rows: Mxfp4Rows, qtype: QuantType, out: U8Array, importance: F32Array | None = None) -> EncodeStats:
+def encode_into(rows: Rows, qtype: QuantType, out: U8Array, importance: F32Array | None = None) -> EncodeStats:
     """As ``encode_with_stats``, into ``out``: contiguous U8 [r, bytes of a row]; undefined after an error."""
-    library = _library()
     isa = _ISAS[current_isa()]
     row_count, columns = _checked_shape(rows)
-    if not library.kq_supports(int(qtype)):
-        raise UsageError(f"the native encoder does not write {qtype.name}", "use the ggml encoder for this type")
+    kind: SourceKind = "MXFP4" if isinstance(rows, Mxfp4Rows) else "BF16" if isinstance(rows, Bf16Rows) else "F32"
+    if not supports(kind, qtype):
+        raise UsageError(
+            f"the native encoder does not turn {kind} into {qtype.name}", "use the ggml encoder for this type"
+        )
     expected = (row_count, row_bytes(qtype, columns))
     if out.shape != expected or out.dtype != np.uint8 or not out.flags.c_contiguous or not out.flags.writeable:
         raise UsageError(
             f"{qtype.name} blocks need a writable contiguous U8 array of shape {expected}, not {out.shape}"
         )
     weights = None if importance is None else _checked_importance(importance, columns)
-    packed = np.ascontiguousarray(rows.packed)
-    scales = np.ascontiguousarray(rows.scales)
+    weights_at = None if weights is None else weights.ctypes.data
     stats = _Stats()
-    result = library.kq_encode(
-        int(qtype),
-        isa,
-        packed.ctypes.data,
-        scales.ctypes.data,
-        row_count,
-        columns,
-        None if weights is None else weights.ctypes.data,
-        out.ctypes.data,
-        ctypes.byref(stats),
-    )
+    if isinstance(rows, Mxfp4Rows):
+        packed, scales = np.ascontiguousarray(rows.packed), np.ascontiguousarray(rows.scales)
+        source: tuple[int, ...] = packed.ctypes.data, scales.ctypes.data
+        call = _library().kq_encode
+    else:
+        values = np.ascontiguousarray(rows.bits if isinstance(rows, Bf16Rows) else rows.values)
+        _check_range(rows, qtype)
+        source = values.ctypes.data, int(isinstance(rows, Bf16Rows))
+        call = _library().kq_encode_floats
+    result = call(int(qtype), isa, *source, row_count, columns, weights_at, out.ctypes.data, ctypes.byref(stats))
     if result:
-        mxfp4.check_scales(rows)
+        if isinstance(rows, Mxfp4Rows):
+            mxfp4.check_scales(rows)
         raise InputError(
             f"the encoder for {qtype.name} failed on {row_count} rows of {columns} weights (code {result})",
             "free some memory, or use the ggml encoder",
@@ -170,8 +195,29 @@ def encode_into(rows: Mxfp4Rows, qtype: QuantType, out: U8Array, importance: F32
     return EncodeStats(stats.blocks, stats.exact, stats.clipped)
 
 
-def _checked_shape(rows: Mxfp4Rows) -> tuple[int, int]:
-    """Rows and columns of ``rows``, whose two arrays must agree."""
+def _check_range(rows: Bf16Rows | F32Rows, qtype: QuantType) -> None:
+    """Refuse magnitudes that would be cut to the largest that the type holds."""
+    if isinstance(rows, Bf16Rows):
+        # Without their signs the bits of floats are in the order of the numbers.
+        bits = rows.bits & 0x7FFF
+        sizes = bits.max(axis=1, initial=0).astype(np.uint32) << 16
+        largest = sizes.view(np.float32)
+    else:
+        largest = np.abs(rows.values).max(axis=1, initial=0)
+    if largest.size and largest.max() > _LARGEST[qtype]:
+        row = int(np.argmax(largest))
+        message = f"weight of magnitude {largest[row]:g} is too large for {qtype.name}"
+        raise ValueFault(message, TOO_LARGE_HINT, row)
+
+
+def _checked_shape(rows: Rows) -> tuple[int, int]:
+    """Rows and columns of ``rows``; the two arrays of MXFP4 must agree."""
+    if not isinstance(rows, Mxfp4Rows):
+        values = rows.bits if isinstance(rows, Bf16Rows) else rows.values
+        wanted = np.uint16 if isinstance(rows, Bf16Rows) else np.float32
+        if values.ndim != 2 or values.dtype != wanted:
+            raise UsageError(f"rows are {np.dtype(wanted)} [rows, columns], not {values.dtype} of shape {values.shape}")
+        return int(values.shape[0]), int(values.shape[1])
     if rows.packed.dtype != np.uint8 or rows.scales.dtype != np.uint8:
         raise UsageError(f"MXFP4 rows are U8 arrays, not {rows.packed.dtype} and {rows.scales.dtype}")
     if rows.packed.ndim != 2 or rows.scales.shape != (rows.packed.shape[0], rows.packed.shape[1] // 16):

@@ -60,7 +60,7 @@ def test_importance_reaches_the_encoder() -> None:
 
 def test_the_native_encoder_falls_back_to_ggml_where_it_has_none() -> None:
     for rows in (bf16(), F32Rows(values())):
-        native, theirs = (encode(rows, Q.Q4_K, encoder=e) for e in ("native", "ggml"))  # type: ignore[arg-type]
+        native, theirs = (encode(rows, Q.Q8_0, encoder=e) for e in ("native", "ggml"))  # type: ignore[arg-type]
         np.testing.assert_array_equal(native, theirs)
     np.testing.assert_array_equal(
         encode(packed(), Q.IQ4_NL, encoder="native"), encode(packed(), Q.IQ4_NL, encoder="ggml")
@@ -77,13 +77,14 @@ def test_a_nan_scale_stops_with_its_row(encoder: str, qtype: QuantType) -> None:
     assert fault.value.row == 2
 
 
+@pytest.mark.parametrize("encoder", ["ggml", "native"])
 @pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0, 0xFFFF])
 @pytest.mark.parametrize("qtype", [Q.BF16, Q.F32, Q.Q4_K], ids=lambda t: t.name)
-def test_a_bf16_weight_that_is_not_finite_stops_with_its_row(bits: int, qtype: QuantType) -> None:
+def test_a_bf16_weight_that_is_not_finite_stops_with_its_row(bits: int, qtype: QuantType, encoder: str) -> None:
     rows = bf16()
     rows.bits[3, 17] = bits
     with pytest.raises(ValueFault, match="column 17") as fault:
-        encode(rows, qtype, encoder="ggml")
+        encode(rows, qtype, encoder=encoder)  # type: ignore[arg-type]
     assert fault.value.row == 3
 
 
@@ -92,12 +93,13 @@ def test_the_largest_bf16_weight_is_finite() -> None:
     assert encode(rows, Q.BF16, encoder="ggml").shape == (1, 8)
 
 
+@pytest.mark.parametrize("qtype", [Q.F32, Q.Q6_K], ids=lambda t: t.name)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_an_f32_weight_that_is_not_finite_stops_with_its_row(value: float) -> None:
+def test_an_f32_weight_that_is_not_finite_stops_with_its_row(value: float, qtype: QuantType) -> None:
     rows = values()
     rows[1, 2] = value
     with pytest.raises(ValueFault, match="column 2") as fault:
-        encode(F32Rows(rows), Q.F32, encoder="ggml")
+        encode(F32Rows(rows), qtype, encoder="native")
     assert fault.value.row == 1
 
 

@@ -87,6 +87,18 @@ typedef struct {
 
 typedef void (*kq_row_fn)(const kq_row *row);
 
+/* The same for weights that are F32, or BF16: the upper halves of F32. All are finite. */
+typedef struct {
+    const void *values; /* cols numbers */
+    int bf16;
+    int64_t cols;        /* a multiple of the codec's block */
+    const void *weights; /* as in kq_row */
+    uint8_t *out;
+    kq_stats *stats;
+} kq_float_row;
+
+typedef void (*kq_float_row_fn)(const kq_float_row *row);
+
 typedef struct {
     int32_t type;  /* ggml type number */
     int32_t block; /* weights per block: 32 or 256 */
@@ -95,6 +107,7 @@ typedef struct {
      * The result is released with free(); NULL means that memory ran out. */
     void *(*prepare)(const float *importance, int64_t cols);
     kq_row_fn row[KQ_ISAS];
+    kq_float_row_fn float_row[KQ_ISAS]; /* none where only MXFP4 is encoded */
 } kq_codec;
 
 /* Every codec is declared here and listed in kq_dispatch.c; the scalar file of a type defines its codec. */
@@ -103,6 +116,9 @@ extern const kq_codec kq_codec_q4_0, kq_codec_q4_1, kq_codec_q5_0, kq_codec_q5_1
 extern const kq_codec kq_codec_q4_k, kq_codec_q3_k, kq_codec_q2_k;
 
 /* Exported to Python. */
+KQ_EXPORT int32_t kq_supports_floats(int32_t type);
+KQ_EXPORT int64_t kq_encode_floats(int32_t type, int32_t isa, const void *values, int32_t bf16, int64_t rows,
+                                   int64_t cols, const float *importance, uint8_t *out, kq_stats *stats);
 KQ_EXPORT int32_t kq_isa_available(int32_t isa);
 KQ_EXPORT int32_t kq_supports(int32_t type);
 KQ_EXPORT int64_t kq_encode(int32_t type, int32_t isa, const uint8_t *packed, const uint8_t *scales, int64_t rows,

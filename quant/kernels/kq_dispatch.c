@@ -1,5 +1,5 @@
 /* The one entry point: finds the codec, checks the request and the scales, runs it row by row. */
-#include "kq.h"
+#include "kq_importance.h"
 
 #include <stdlib.h>
 
@@ -91,4 +91,35 @@ int64_t kq_encode(int32_t type, int32_t isa, const uint8_t *packed, const uint8_
     }
     free(weights);
     return bad_row;
+}
+
+int32_t kq_supports_floats(int32_t type) {
+    const kq_codec *codec = find_codec(type);
+    return codec && codec->float_row[KQ_SCALAR];
+}
+
+static kq_float_row_fn float_row_function(const kq_codec *codec, int32_t isa) {
+    if (isa == KQ_ISA_NEON) isa = KQ_SCALAR;
+    while (isa > KQ_SCALAR && !codec->float_row[isa]) --isa;
+    return codec->float_row[isa];
+}
+
+/* As kq_encode, from F32 or BF16 weights, all of them finite. */
+int64_t kq_encode_floats(int32_t type, int32_t isa, const void *values, int32_t bf16, int64_t rows, int64_t cols,
+                         const float *importance, uint8_t *out, kq_stats *stats) {
+    const kq_codec *codec = find_codec(type);
+    if (!codec || !kq_supports_floats(type)) return KQ_ERR_TYPE;
+    if (!kq_isa_available(isa)) return KQ_ERR_ISA;
+    if (cols % codec->block) return KQ_ERR_COLUMNS;
+    void *weights = NULL;
+    if (importance && cols && !(weights = kq_prepare_importance(importance, cols))) return KQ_ERR_MEMORY;
+    kq_float_row_fn encode_row = float_row_function(codec, isa);
+    kq_float_row row = {values, bf16, cols, weights, out, stats};
+    for (int64_t r = 0; r < rows; ++r) {
+        encode_row(&row);
+        row.values = (const uint8_t *)row.values + cols * (bf16 ? 2 : 4);
+        row.out += cols / codec->block * codec->bytes;
+    }
+    free(weights);
+    return 0;
 }

@@ -42,12 +42,10 @@ KQ_INLINE void pack_four(const uint8_t *packed, uint8_t (*quants)[16], int first
 #endif
 }
 
-KQ_INLINE void pack(const uint8_t *packed, const kq_choice *choice, int exponent, uint8_t (*quants)[16],
-                    kq_block_q2_k *out) {
+KQ_INLINE void pack_head(const kq_choice *choice, int exponent, kq_block_q2_k *out) {
     out->d = kq_half_from_double(choice->d * kq_pow2(exponent - 128));
     out->dmin = kq_half_from_double(choice->dmin * kq_pow2(exponent - 128));
     for (int j = 0; j < SUBS; ++j) out->scales[j] = (uint8_t)((int)choice->scales[j] | (int)choice->minima[j] << 4);
-    for (int i = 0; i < 4; ++i) pack_four(packed, quants, 8 * (i / 2) + i % 2, out->qs + 16 * i);
 }
 
 static void encode_row(const kq_row *row) {
@@ -56,6 +54,26 @@ static void encode_row(const kq_row *row) {
         kq_solution found;
         if (row->weights) solve(row, i, 1, effort_weighted, trust, &found);
         else solve(row, i, 0, effort, trust, &found);
-        pack(row->packed + KQ_SUPER / 2 * i, &found.choice, found.codes.exponent, found.quants, out + i);
+        pack_head(&found.choice, found.codes.exponent, out + i);
+        const uint8_t *packed = row->packed + KQ_SUPER / 2 * i;
+        for (int k = 0; k < 4; ++k) pack_four(packed, found.quants, 8 * (k / 2) + k % 2, out[i].qs + 16 * k);
+    }
+}
+
+#define FIRST_SPREAD -0.6f
+#define SPREAD_STEP 0.2f
+#define SPREADS 14
+#include "kq_affine_floats.h"
+
+static void encode_float_row(const kq_float_row *row) {
+    kq_block_q2_k *out = (kq_block_q2_k *)row->out;
+    for (int64_t i = 0; i < row->cols / KQ_SUPER; ++i) {
+        kq_float_solution found;
+        solve_floats(row, i, effort, &found);
+        pack_head(&found.choice, found.exponent, out + i);
+        for (int k = 0; k < 64; ++k) {
+            const uint8_t *q = found.quants + k / 32 * 128 + k % 32;
+            out[i].qs[k] = (uint8_t)(q[0] | q[32] << 2 | q[64] << 4 | q[96] << 6);
+        }
     }
 }

@@ -8,4 +8,8 @@
 void kq_q2_k_row_avx2(const kq_row *row) {
     encode_row(row);
 }
+
+void kq_q2_k_floats_avx2(const kq_float_row *row) {
+    encode_float_row(row);
+}
 #endif

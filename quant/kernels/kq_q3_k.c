@@ -16,4 +16,12 @@ const kq_codec kq_codec_q3_k = {
             [KQ_AVX512] = kq_q3_k_row_avx512,
 #endif
         },
+    .float_row =
+        {
+            [KQ_SCALAR] = encode_float_row,
+#if KQ_X86
+            [KQ_AVX2] = kq_q3_k_floats_avx2,
+            [KQ_AVX512] = kq_q3_k_floats_avx512,
+#endif
+        },
 };

@@ -196,8 +196,7 @@ KQ_INLINE void pack_side(const uint8_t *packed, uint8_t (*quants)[16], int side,
 #endif
 }
 
-KQ_INLINE void pack(const uint8_t *packed, const kq_choice *choice, int exponent, uint8_t (*quants)[16],
-                    kq_block_q3_k *out) {
+KQ_INLINE void pack_head(const kq_choice *choice, int exponent, kq_block_q3_k *out) {
     uint8_t index[SUBS];
     out->d = kq_half_from_double(choice->d * kq_pow2(exponent - 128));
     for (int j = 0; j < SUBS; ++j) index[j] = (uint8_t)((int)choice->scales[j] + 32);
@@ -206,8 +205,6 @@ KQ_INLINE void pack(const uint8_t *packed, const kq_choice *choice, int exponent
         int low = index[i] >> 4 | index[i + 4] >> 4 << 2, high = index[i + 8] >> 4 | index[i + 12] >> 4 << 2;
         out->scales[8 + i] = (uint8_t)(low | high << 4);
     }
-    pack_side(packed, quants, 0, out);
-    pack_side(packed, quants, 1, out);
 }
 
 static const kq_trust trust = {0.0125f, 0.006f, 3, 32};
@@ -226,7 +223,30 @@ static void encode_row(const kq_row *row) {
         kq_solution found;
         if (row->weights) solve(row, i, 1, trust, &found);
         else solve(row, i, 0, trust, &found);
-        pack(row->packed + KQ_SUPER / 2 * i, &found.choice, found.codes.exponent, found.quants,
-             (kq_block_q3_k *)row->out + i);
+        kq_block_q3_k *out = (kq_block_q3_k *)row->out + i;
+        pack_head(&found.choice, found.codes.exponent, out);
+        for (int side = 0; side < 2; ++side) pack_side(row->packed + KQ_SUPER / 2 * i, found.quants, side, out);
+    }
+}
+
+#define SPREAD_STEP 0.18f
+#define SPREADS 10
+#include "kq_signed_floats.h"
+
+static void encode_float_row(const kq_float_row *row) {
+    for (int64_t i = 0; i < row->cols / KQ_SUPER; ++i) {
+        kq_block_q3_k *out = (kq_block_q3_k *)row->out + i;
+        kq_float_solution found;
+        solve_floats(row, i, &found);
+        pack_head(&found.choice, found.exponent, out);
+        for (int k = 0; k < 64; ++k) {
+            const uint8_t *q = found.quants + k / 32 * 128 + k % 32;
+            out->qs[k] = (uint8_t)((q[0] & 3) | (q[32] & 3) << 2 | (q[64] & 3) << 4 | (q[96] & 3) << 6);
+        }
+        for (int k = 0; k < 32; ++k) {
+            int bits = 0;
+            for (int group = 0; group < 8; ++group) bits |= found.quants[32 * group + k] >> 2 << group;
+            out->hmask[k] = (uint8_t)bits;
+        }
     }
 }

@@ -37,8 +37,7 @@ KQ_INLINE void pack_pair(const uint8_t *packed, const uint8_t *low, const uint8_
 #endif
 }
 
-KQ_INLINE void pack(const uint8_t *packed, const kq_choice *choice, int exponent, uint8_t (*quants)[16],
-                    kq_block_q4_k *out) {
+KQ_INLINE void pack_head(const kq_choice *choice, int exponent, kq_block_q4_k *out) {
     out->d = kq_half_from_double(choice->d * kq_pow2(exponent - 128));
     out->dmin = kq_half_from_double(choice->dmin * kq_pow2(exponent - 128));
     for (int i = 0; i < 4; ++i) {
@@ -48,7 +47,6 @@ KQ_INLINE void pack(const uint8_t *packed, const kq_choice *choice, int exponent
         out->scales[i + 4] = (uint8_t)(min | high_min >> 4 << 6);
         out->scales[i + 8] = (uint8_t)((high_scale & 15) | high_min << 4);
     }
-    for (int i = 0; i < 4; ++i) pack_pair(packed + 32 * i, quants[2 * i], quants[2 * i + 1], out->qs + 32 * i);
 }
 
 static void encode_row(const kq_row *row) {
@@ -57,6 +55,28 @@ static void encode_row(const kq_row *row) {
         kq_solution found;
         if (row->weights) solve(row, i, 1, effort_weighted, trust, &found);
         else solve(row, i, 0, effort, trust, &found);
-        pack(row->packed + KQ_SUPER / 2 * i, &found.choice, found.codes.exponent, found.quants, out + i);
+        pack_head(&found.choice, found.codes.exponent, out + i);
+        const uint8_t *packed = row->packed + KQ_SUPER / 2 * i;
+        for (int k = 0; k < 4; ++k) {
+            pack_pair(packed + 32 * k, found.quants[2 * k], found.quants[2 * k + 1], out[i].qs + 32 * k);
+        }
+    }
+}
+
+#define FIRST_SPREAD -0.9f
+#define SPREAD_STEP 0.15f
+#define SPREADS 14
+#include "kq_affine_floats.h"
+
+static void encode_float_row(const kq_float_row *row) {
+    kq_block_q4_k *out = (kq_block_q4_k *)row->out;
+    for (int64_t i = 0; i < row->cols / KQ_SUPER; ++i) {
+        kq_float_solution found;
+        solve_floats(row, i, effort, &found);
+        pack_head(&found.choice, found.exponent, out + i);
+        for (int k = 0; k < 128; ++k) {
+            const uint8_t *low = found.quants + k / 32 * 64 + k % 32;
+            out[i].qs[k] = (uint8_t)(low[0] | low[32] << 4);
+        }
     }
 }

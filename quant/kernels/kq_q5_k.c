@@ -8,6 +8,7 @@
  * combinations are considered before a super-block is called inexact. What then remains is fitted.
  */
 #include "kq_classic.h"
+#include "kq_rows.h"
 #include "kq_exact.h"
 #include "kq_fit.h"
 
@@ -333,6 +334,14 @@ const kq_codec kq_codec_q5_k = {
 #endif
 #if KQ_NEON
             [KQ_ISA_NEON] = kq_q5_k_row_neon,
+#endif
+        },
+    .float_row =
+        {
+            [KQ_SCALAR] = kq_q5_k_floats,
+#if KQ_X86
+            [KQ_AVX2] = kq_q5_k_floats_avx2,
+            [KQ_AVX512] = kq_q5_k_floats_avx512,
 #endif
         },
 };

@@ -4,7 +4,7 @@
 kq_affine_class kq_classes_q4_k[64], kq_classes_q2_k[64];
 kq_affine_class kq_classes_q4_k_weighted[64], kq_classes_q2_k_weighted[64];
 kq_signed_class kq_classes_q3_k[8];
-kq_trials kq_trials_q4_k, kq_trials_q2_k, kq_trials_q3_k;
+kq_trials kq_trials_q6_k, kq_trials_q4_k, kq_trials_q3_k, kq_trials_q2_k;
 uint8_t kq_pair_counts[256][16] __attribute__((aligned(64)));
 
 /* Scales of the lanes, relative to the range spread evenly over all quants. Q4_K gains from spreading wider: where the
@@ -115,4 +115,6 @@ __attribute__((constructor)) static void fill_tables(void) {
     /* Both signs: the largest scale near index -32, or near 31. */
     fill_series(0.95, 1.3, -32, 0, 16, &kq_trials_q3_k.scales);
     fill_series(0.95, 1.3, 31, 16, 16, &kq_trials_q3_k.scales);
+    fill_series(0.99, 1.08, -128, 0, 16, &kq_trials_q6_k.scales);
+    fill_series(0.99, 1.08, 127, 16, 16, &kq_trials_q6_k.scales);
 }

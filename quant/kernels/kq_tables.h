@@ -32,6 +32,6 @@ extern uint8_t kq_pair_counts[256][16];
 /* Trial values of d and dmin: factor of the largest scale or minimum of the super-block, plus `lift` fp16 steps. */
 typedef struct { float factor[32], lift[32]; } __attribute__((aligned(64))) kq_series;
 typedef struct { kq_series scales, minima; } kq_trials;
-extern kq_trials kq_trials_q4_k, kq_trials_q2_k, kq_trials_q3_k;
+extern kq_trials kq_trials_q6_k, kq_trials_q4_k, kq_trials_q3_k, kq_trials_q2_k;
 
 #endif
