@@ -10,6 +10,7 @@ from typing import Any
 
 from convert.metadata import file_stem
 from convert.output import write_atomically
+from kimi_gguf.cache import in_home
 from kimi_gguf.export_merge import CopyProgress, Merge, Quiet, check_room, plan_merge, run_merge
 from kimi_gguf.export_modelfile import modelfile
 from quant.errors import InputError, OutputError
@@ -96,7 +97,7 @@ def export_lmstudio(model: PathLike, *, out: PathLike | None = None) -> Exported
     header = files.headers[0]
     publisher = file_stem(header.get_str("general.organization") or _PUBLISHER)
     name = file_stem(header.get_str("general.basename") or _stem(files))
-    models = Path(out) if out is not None else Path.home() / ".lmstudio" / "models"
+    models = Path(out) if out is not None else in_home("~/.lmstudio/models")
     directory = _folder(models / publisher / f"{name}-GGUF")
     ways = {_link(path.absolute(), directory / path.name) for path in files.paths}
     way = "symbolic link" if "symbolic link" in ways else "hard link"

@@ -343,6 +343,21 @@ def test_messages_that_cannot_be_written_do_not_end_a_conversion(checkpoint: Pat
     assert api.inspect(file).faults == ()
 
 
+@pytest.mark.parametrize("arguments", [("runtime", "info"), ("export", "lmstudio", "MODEL"), ("cluster", "worker")])
+def test_a_user_without_a_home_is_told_what_to_set(
+    arguments: tuple[str, ...], verb: Any, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless(_: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    verb("convert", checkpoint, "--quant", "MXFP4", "--outfile", tmp_path / "m.gguf")
+    for name in ("KIMI_GGUF_CACHE", "KIMI_GGUF_RUNTIME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    code, _, err = verb(*(tmp_path / "m.gguf" if word == "MODEL" else word for word in arguments))
+    assert code == 2 and "HOME is not set" in err and "set HOME" in err
+
+
 class Gone(io.StringIO):
     """A terminal that was closed while a program went on."""
 
