@@ -1,4 +1,5 @@
-/* Encoders from MXFP4 codes to ggml block formats: shared types, tables and the contract of a codec.
+/* Encoders from MXFP4 codes, and from BF16 and F32, to ggml block formats: shared types, tables, and the contract of a
+ * codec.
  *
  * A weight is t * 2^(s - 128): t is its doubled level (kq_level, an integer -12..12), s the E8M0 scale byte of its
  * block of 32 columns. Packed rows hold two codes a byte, the even column in the low nibble.
