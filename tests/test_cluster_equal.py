@@ -52,7 +52,7 @@ def test_logits_over_three_workers_are_the_local_ones(model: Path, workers: tupl
         local = engine.decode(ids).logits
     with LlamaEngine(model, replace(options, rpc=workers, tensor_split=(2.0, 2.0, 2.0)), runtime=runtime) as engine:
         remote = engine.decode(ids).logits
-        log = engine.log.read_text()
+        log = engine.said()
     assert all(f"RPC{number}" in log for number in range(3))
     assert top_difference(remote, local).max() <= 1e-4
 
