@@ -64,22 +64,22 @@ def export_ollama(
 
     Raises:
         InputError: no such model, or another architecture.
-        OutputError: no room, or something else is there.
+        OutputError: no room, or something else is there, a Modelfile that was edited among it.
     """
     files = _read(model)
     stem = _stem(files)
     directory = _folder(Path(out) if out is not None else files.paths[0].absolute().with_name(f"{stem}-ollama"))
-    if len(files.paths) == 1:
-        source, way, added = files.paths[0].absolute(), "in place", 0
-    else:
-        merge = plan_merge(files, directory / f"{stem}.gguf")
-        source, way = merge.target.absolute(), "merged"
-        added = _merge(merge, note, progress or Quiet())
+    merge = plan_merge(files, directory / f"{stem}.gguf") if len(files.paths) > 1 else None
+    source, way = (merge.target.absolute(), "merged") if merge else (files.paths[0].absolute(), "in place")
     if _FORBIDDEN & set(str(source)):
         raise InputError(f"{source} has a quote or a line end in its path", "rename it: a Modelfile cannot name it")
-    text = modelfile(source.name if way == "merged" else str(source))
-    write_atomically(directory / "Modelfile", text.encode(errors="surrogateescape"))
-    return Exported(directory, (directory / "Modelfile", source), way, added)
+    target, text = directory / "Modelfile", modelfile(source.name if merge else str(source))
+    data = text.encode(errors="surrogateescape")
+    if target.exists() and not (target.is_file() and target.read_bytes() == data):
+        raise OutputError(f"{target} is there and says something else", "rename or remove it, or give another --out")
+    added = _merge(merge, note, progress or Quiet()) if merge else 0
+    write_atomically(target, data)
+    return Exported(directory, (target, source), way, added)
 
 
 def export_lmstudio(model: PathLike, *, out: PathLike | None = None) -> Exported:

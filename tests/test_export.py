@@ -117,6 +117,17 @@ def test_a_single_file_stays_where_it_is(single: Path, tmp_path: Path) -> None:
     assert 'PARAMETER stop "<|end_of_msg|>"' in lines
 
 
+def test_a_modelfile_that_was_edited_is_kept(split: Path, tmp_path: Path) -> None:
+    made = export_ollama(split, out=tmp_path / "out")
+    assert export_ollama(split, out=tmp_path / "out").files == made.files
+    made.files[0].write_text("FROM mine\n")
+    made.files[1].unlink()
+    with pytest.raises(OutputError, match="says something else"):
+        export_ollama(split, out=tmp_path / "out")
+    assert made.files[0].read_text() == "FROM mine\n"
+    assert not made.files[1].exists()
+
+
 def test_ollamas_template_renders_what_ours_renders() -> None:
     """The few Go actions that it uses, as Jinja."""
     words = {
