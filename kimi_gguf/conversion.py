@@ -80,6 +80,8 @@ def convert(
         fetched=fetched,
     )
 
+    if not isinstance(source, FetchingSource) and (keep_shards or download_dir is not None):
+        note(f"{source.origin} is here already: nothing is fetched, so --keep-shards and --download-dir do nothing")
     with ExitStack() as stack:
         if source is not src and isinstance(source, LocalSource):
             stack.callback(source.close)

@@ -120,6 +120,16 @@ def test_any_cut_gives_the_same_bytes_within_the_disk_that_was_said(
     assert meter.peak <= meter.output + meter.need.ahead
 
 
+def test_flags_of_fetching_are_told_to_do_nothing_for_a_folder(checkpoint: Path, tmp_path: Path) -> None:
+    notes: list[str] = []
+    shards = tmp_path / "shards"
+    convert(checkpoint, quant="MXFP4", outdir=tmp_path, dry_run=True, download_dir=shards, note=notes.append)
+    assert notes == [
+        f"{checkpoint} is here already: nothing is fetched, so --keep-shards and --download-dir do nothing"
+    ]
+    assert not shards.exists()
+
+
 def test_max_disk_is_kept_to_the_byte(hub: HubServer, checkpoint: Path, expected: bytes, tmp_path: Path) -> None:
     hub.store.add_folder(REPO, checkpoint)
     meter = Meter(tmp_path / "out")
