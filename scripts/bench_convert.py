@@ -5,9 +5,9 @@ MXFP4     ours against ``convert_hf_to_gguf.py --outtype bf16``: CPU seconds bey
 Q4_K_M, Q2_K
           ours against that converter plus ``llama-quantize --allow-requantize``: CPU and wall seconds
 
-Each side runs in a child process. Ours includes hashing and reading back. llama.cpp's side runs unchanged but for its
-vocabulary step, which needs the model's own tokenizer code: placeholders are written instead, in its favour; and for
-``transformers``, of which it reads config.json only: a stand-in is used where that library is not installed.
+Each side runs in a child process. Ours includes hashing and reading back. llama.cpp's side runs unchanged, but that the
+model's own tokenizer code, which a synthetic checkpoint lacks, is a stand-in that hands over ranks and special tokens,
+as is ``transformers`` where it is not installed; vocabularies are compared.
 
     python scripts/bench_convert.py --work-dir /dev/shm/bench \
         --llama-cpp DIR_OF_LLAMA_CPP_SOURCES --llama-quantize PATH_OF_LLAMA_QUANTIZE
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import os
 import resource
@@ -25,11 +24,12 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import llama_cpp_side
 
 ROOT = Path(__file__).resolve().parent.parent
 HIDDEN = 1024
@@ -202,14 +202,26 @@ def compare_quantized(quant: str, encoder: str, ours: Run, convert: Run, quantiz
 
 
 def manifest_sums(file: Path) -> dict[str, str]:
-    """SHA-256 of each tensor, as our manifest states it."""
+    """SHA-256 of each tensor, as our manifest states it, and of the vocabulary."""
     manifest = json.loads(Path(f"{file}.manifest.json").read_text())
-    return {tensor["name"]: f"{tensor['type']} {tensor['sha256']}" for tensor in manifest["tensors"]}
+    sums = {tensor["name"]: f"{tensor['type']} {tensor['sha256']}" for tensor in manifest["tensors"]}
+    return sums | {"vocabulary": vocabulary(file)}
+
+
+def vocabulary(file: Path) -> str:
+    """SHA-256 of tokens, their types, and merges."""
+    sys.path.insert(0, str(ROOT))
+    from quant.gguf_parser import parse_gguf
+
+    metadata = parse_gguf(file).metadata
+    digest = hashlib.sha256()
+    for key in ("tokens", "token_type", "merges"):
+        digest.update("\n".join(map(str, metadata[f"tokenizer.ggml.{key}"].value)).encode())  # type: ignore[arg-type]
+    return digest.hexdigest()
 
 
 def agree(what: str, sums: dict[str, dict[str, str]], ours: str, file: Path) -> None:
     """Print how many tensors of equal type hold equal bytes on both sides."""
-    sys.path.insert(0, str(ROOT))
     from quant.gguf_parser import parse_gguf
 
     same = different = 0
@@ -225,7 +237,11 @@ def agree(what: str, sums: dict[str, dict[str, str]], ours: str, file: Path) -> 
                 different += 1
             else:
                 other.append(f"{tensor.name} {mine.split()[0]}/{theirs.split()[0]}")
-    print(f"{what}: {same} tensors equal to llama.cpp's, {different} of equal type differ, {len(other)} of other type")
+    words = "the same" if sums[ours]["vocabulary"] == vocabulary(file) else "another"
+    print(
+        f"{what}: {same} tensors equal to llama.cpp's, {different} of equal type differ, {len(other)} of other type; "
+        f"{words} vocabulary"
+    )
 
 
 def sha256(stream: Any, nbytes: int) -> str:
@@ -340,38 +356,16 @@ def child_copy(checkpoint: str, file: str, facts: str) -> None:
 
 def child_theirs(sources: str, checkpoint: str, file: str, threads: str, facts: str) -> None:
     started = time.monotonic()
-    if importlib.util.find_spec("transformers") is None:
-        sys.modules["transformers"] = transformers_stand_in()
     sys.path.insert(0, sources)
+    llama_cpp_side.prepare()
     import convert_hf_to_gguf
     import torch
-    from conversion.kimi_k3 import KimiK3Model
 
     torch.set_num_threads(int(threads))
-    KimiK3Model.set_vocab = placeholder_vocabulary
+    llama_cpp_side.equip()
     imported(facts, started)
     sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outfile", file, "--outtype", "bf16"]
     convert_hf_to_gguf.main()
-
-
-def transformers_stand_in() -> types.ModuleType:
-    class AutoConfig:
-        @staticmethod
-        def from_pretrained(*_: object, **__: object) -> None:
-            raise OSError("not installed: config.json is read instead")
-
-    module = types.ModuleType("transformers")
-    module.AutoConfig = AutoConfig  # type: ignore[attr-defined]
-    return module
-
-
-def placeholder_vocabulary(model: Any) -> None:
-    size = model.hparams["vocab_size"]
-    model.gguf_writer.add_tokenizer_model("gpt2")
-    model.gguf_writer.add_tokenizer_pre("kimi-k2")
-    model.gguf_writer.add_token_list([f"t{n}" for n in range(size)])
-    model.gguf_writer.add_token_types([1] * size)
-    model.gguf_writer.add_token_merges(["t 0"])
 
 
 CHILDREN = {"checkpoint": child_checkpoint, "copy": child_copy, "ours": child_ours, "theirs": child_theirs}
