@@ -172,6 +172,7 @@ def test_a_disk_without_room_is_refused_before_anything_runs(
         record(pair[0], text=pair[1], outfile=tmp_path / "t.kgtrace", context=CONTEXT)
     with pytest.raises(OutputError, match="1,000 are free"):
         StateFolder(tmp_path / "s", "k", resume=False, needed=2000)
+    assert not (tmp_path / "s").exists()
     assert [path.name for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size] == []
     assert not list(tmp_path.glob("*.partial"))
 

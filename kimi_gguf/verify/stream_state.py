@@ -11,6 +11,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,8 @@ class StateFolder:
         if folder is None:
             return
         mark = folder / MARK
-        is_new = not folder.exists() or not any(folder.iterdir())
+        existed = folder.exists()
+        is_new = not existed or not any(folder.iterdir())
         if not is_new and not mark.exists():
             raise OutputError(f"{folder} holds other files", "name an empty folder with --scratch DIR")
         with disk_faults(folder):
@@ -145,6 +147,12 @@ class StateFolder:
             with disk_faults(mark):
                 mark.write_text(key)
         except BaseException:
+            if is_new:
+                # Nothing was done here: leave nothing.
+                with suppress(OSError):
+                    mark.unlink()
+                    if not existed:
+                        folder.rmdir()
             self.close()
             raise
 
