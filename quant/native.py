@@ -28,13 +28,13 @@ ISA_VARIABLE = "KIMI_GGUF_ISA"
 _ISAS = {"scalar": 0, "avx2": 1, "avx512": 2, "neon": 3}
 _PREFERENCE = ("avx512", "neon", "avx2", "scalar")
 
-# Largest fp16 number times the largest index of a scale times the largest quant.
-_LARGEST = {
-    QuantType.Q6_K: 65504.0 * 128 * 32,
-    QuantType.Q5_K: 65504.0 * 63 * 31,
-    QuantType.Q4_K: 65504.0 * 63 * 15,
-    QuantType.Q3_K: 65504.0 * 32 * 4,
-    QuantType.Q2_K: 65504.0 * 15 * 3,
+# Smallest and largest weight: the largest fp16 number times the largest index of a minimum, or of a scale and quant.
+_RANGE = {
+    QuantType.Q6_K: (-65504.0 * 128 * 32, 65504.0 * 128 * 32),
+    QuantType.Q5_K: (-65504.0 * 63, 65504.0 * 63 * 31),
+    QuantType.Q4_K: (-65504.0 * 63, 65504.0 * 63 * 15),
+    QuantType.Q3_K: (-65504.0 * 32 * 4, 65504.0 * 32 * 4),
+    QuantType.Q2_K: (-65504.0 * 15, 65504.0 * 15 * 3),
 }
 
 
@@ -196,18 +196,16 @@ def encode_into(rows: Rows, qtype: QuantType, out: U8Array, importance: F32Array
 
 
 def _check_range(rows: Bf16Rows | F32Rows, qtype: QuantType) -> None:
-    """Refuse magnitudes that would be cut to the largest that the type holds."""
-    if isinstance(rows, Bf16Rows):
-        # Without their signs the bits of floats are in the order of the numbers.
-        bits = rows.bits & 0x7FFF
-        sizes = bits.max(axis=1, initial=0).astype(np.uint32) << 16
-        largest = sizes.view(np.float32)
-    else:
-        largest = np.abs(rows.values).max(axis=1, initial=0)
-    if largest.size and largest.max() > _LARGEST[qtype]:
-        row = int(np.argmax(largest))
-        message = f"weight of magnitude {largest[row]:g} is too large for {qtype.name}"
-        raise ValueFault(message, TOO_LARGE_HINT, row)
+    """Refuse weights that would be cut to the range of the type, and NaN."""
+    least, most = _RANGE[qtype]
+    values = rows.values if isinstance(rows, F32Rows) else (rows.bits.astype(np.uint32) << 16).view(np.float32)
+    low, high = values.min(axis=1, initial=0), values.max(axis=1, initial=0)
+    # Not "outside": NaN compares as neither, and a reduction carries it along.
+    good = (low >= least) & (high <= most)
+    if not good.all():
+        row = int(np.argmin(good))
+        worst = low[row] if not low[row] >= least else high[row]
+        raise ValueFault(f"weight {worst:g} is too large for {qtype.name}", TOO_LARGE_HINT, row)
 
 
 def _checked_shape(rows: Rows) -> tuple[int, int]:

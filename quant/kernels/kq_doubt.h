@@ -7,9 +7,10 @@
 #ifndef KQ_DOUBT_H
 #define KQ_DOUBT_H
 
-/* With importance ggml's choice is looked at too where the error is beyond this factor of the least that the sub-blocks
- * could have each for itself. */
-#define NEAR_LEAST 1.15f
+/* ggml's choice is looked at too where the error is beyond this factor of the least that the sub-blocks could have each
+ * for itself; without importance and with it. */
+#define NEAR_LEAST 1.6f
+#define NEAR_LEAST_WEIGHTED 1.12f
 
 typedef struct {
     kq_codes codes;
@@ -88,7 +89,8 @@ KQ_INLINE void settle(const kq_row *row, int64_t block, int weighted, kq_trust t
     const kq_codes *codes = &out->codes;
     float error = round_codes(codes, &out->choice, out->quants);
     int doubt = doubtful(codes, row, block, trust, half, out->choice.d, error, least);
-    if (doubt || (weighted && (kq_effective_columns(row, block) < trust.columns || error > NEAR_LEAST * least))) {
+    float near = (weighted ? NEAR_LEAST_WEIGHTED : NEAR_LEAST) * least;
+    if (doubt || error > near || (weighted && kq_effective_columns(row, block) < trust.columns)) {
         error = reconsider(row, block, doubt, error, out);
     }
     tally(row, codes, half, out->choice.d, error);
