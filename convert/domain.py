@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from quant.native import EncodeStats
 from quant.tensors import TensorClass
 from quant.types import QuantType
 
@@ -161,7 +162,8 @@ class WorkUnit:
 class ConvertResult:
     """What a finished conversion left behind; no files and no manifest after a dry run.
 
-    ``recipe`` is the text recipe that was written for a target size.
+    ``recipe`` is the text recipe that was written for a target size. ``encoded`` tells, by type, what our encoders did
+    to the blocks of this run: how many, how many of them exactly, and how many with scales outside fp16's normal range.
     """
 
     plan: Plan
@@ -171,3 +173,4 @@ class ConvertResult:
     resumed_units: int = 0
     notes: tuple[str, ...] = field(default=())
     recipe: Path | None = None
+    encoded: Mapping[str, EncodeStats] = field(default_factory=dict)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import Event, Lock, Thread, local
 from typing import Any, Literal
@@ -34,11 +34,25 @@ from quant.digest import crc32c
 from quant.encode import encode
 from quant.errors import UsageError, ValueFault
 from quant.imatrix import Imatrix
+from quant.native import EncodeStats
 from quant.tensors import F32Array, U8Array
+from quant.types import QuantType
 
 CHUNK_WEIGHTS = 1 << 20
 FLUSH_SECONDS = 1.0
 _MATRICES_REMEMBERED = 64
+
+
+class Tally:
+    """What our encoders did to the blocks of each type; may be told by several threads."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self.by_type: dict[str, EncodeStats] = {}
+
+    def add(self, qtype: QuantType, stats: EncodeStats) -> None:
+        with self._lock:
+            self.by_type[qtype.name] = self.by_type.get(qtype.name, EncodeStats()) + stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +66,7 @@ class Job:
     journal: Journal
     stamps: Sequence[str]
     imatrix: Imatrix | None = None
+    tally: Tally = field(default_factory=Tally)
 
 
 def run(
@@ -222,9 +237,12 @@ class UnitWorker:
         operands = transform.reads(spec, self._job.source.tensors, begin, end)
         try:
             rows = transform.apply(spec, [self._read(n, operand) for n, operand in enumerate(operands)])
-            return encode(rows, tensor.qtype, encoder=self._encoder, importance=importance)
+            return encode(rows, tensor.qtype, encoder=self._encoder, importance=importance, tally=self._tally(tensor))
         except ValueFault as fault:
             raise located(fault, self._job.source, spec, begin) from fault
+
+    def _tally(self, tensor: PlannedTensor) -> Callable[[EncodeStats], None]:
+        return partial(self._job.tally.add, tensor.qtype)
 
     def _read(self, slot: int, operand: Operand) -> Array:
         """The array of an operand, in this thread's buffer number ``slot``."""

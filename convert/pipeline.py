@@ -159,8 +159,9 @@ def convert(
                 delivery.started(plan, units, session.pending, waiting)
                 for index in waiting:
                     delivery.take(index, outputs.final(index), session.journal.files[index])
+            job = Job(plan, source, units, outputs, session.journal, stamps, importance)
             run(
-                Job(plan, source, units, outputs, session.journal, stamps, importance),
+                job,
                 session.pending,
                 session.unfinished,
                 threads=workers,
@@ -182,7 +183,15 @@ def convert(
         session.journal.remove()
     files = () if delivery else tuple(outputs.final(index) for index in range(len(plan.files)))
     resumed = len(units) - len(session.pending)
-    return ConvertResult(plan, files, outputs.manifest, time.monotonic() - started, resumed, recipe=recipe_file)
+    return ConvertResult(
+        plan,
+        files,
+        outputs.manifest,
+        time.monotonic() - started,
+        resumed,
+        recipe=recipe_file,
+        encoded=dict(sorted(job.tally.by_type.items())),
+    )
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from convert.domain import ConvertResult
@@ -12,6 +14,7 @@ from kimi_gguf.inspection import Inspection, plain_value
 from kimi_gguf.plan_summary import PlanSummary, grouped, shape_source, summarize
 from kimi_gguf.sizes import SizeReport, human_bytes
 from kimi_gguf.type_table import type_table
+from quant.native import EncodeStats
 
 _MOST_FILES = 12
 _LONGEST_VALUE = 80
@@ -45,6 +48,7 @@ def conversion_value(result: ConvertResult) -> dict[str, Any]:
         "seconds": round(result.seconds, 3),
         "resumed_units": result.resumed_units,
         "notes": list(result.notes),
+        "encoded": {name: asdict(stats) for name, stats in result.encoded.items()},
     }
 
 
@@ -60,8 +64,17 @@ def conversion_text(result: ConvertResult) -> str:
     if result.recipe is not None:
         lines.append(str(result.recipe))
     lines += result.notes
+    lines += [_exactness(name, stats) for name, stats in result.encoded.items()]
     types = [type_table(summary.types)] if summary.types else []
     return "\n\n".join(["\n".join(lines), *types, _sizes(summary.sizes), *_changes(summary)])
+
+
+def _exactness(name: str, stats: EncodeStats) -> str:
+    """What our encoder did to the blocks of one type."""
+    # Rounded down: 100 % is all of them.
+    share = math.floor(1000 * stats.exact / stats.blocks) / 10 if stats.blocks else 100.0
+    clipped = f"; {stats.clipped:,} have a scale outside fp16's normal range" if stats.clipped else ""
+    return f"{name}: {share:g}% of {stats.blocks:,} blocks exact{clipped}"
 
 
 def inspection_text(found: Inspection, *, tensors: bool = False) -> str:

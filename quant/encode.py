@@ -6,19 +6,28 @@ is single-threaded and has no state, so callers run it from several threads at o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 
 from quant import ggml, mxfp4, native
 from quant.errors import UsageError, ValueFault
+from quant.native import EncodeStats
 from quant.tensors import Bf16Rows, F32Array, F32Rows, Mxfp4Rows, Rows, U8Array
 from quant.types import QuantType
 
 Encoder = Literal["ggml", "native"]
 
 
-def encode(rows: Rows, qtype: QuantType, *, encoder: Encoder, importance: F32Array | None = None) -> U8Array:
+def encode(
+    rows: Rows,
+    qtype: QuantType,
+    *,
+    encoder: Encoder,
+    importance: F32Array | None = None,
+    tally: Callable[[EncodeStats], object] = lambda stats: None,
+) -> U8Array:
     """Encode rows of one matrix.
 
     Args:
@@ -26,6 +35,7 @@ def encode(rows: Rows, qtype: QuantType, *, encoder: Encoder, importance: F32Arr
         qtype: type to write.
         encoder: ``ggml`` gives the bytes of llama-quantize; ``native`` is ours where it has an encoder, else ggml's.
         importance: F32 [columns], weight of each column's squared error; one expert's, as rows are.
+        tally: told what our encoder did to its blocks, where it is the one that encodes.
 
     Returns:
         U8 [rows, bytes of a row].
@@ -43,7 +53,7 @@ def encode(rows: Rows, qtype: QuantType, *, encoder: Encoder, importance: F32Arr
                 return _repack(rows)
             if encoder == "native" and native.supports("MXFP4", qtype):
                 mxfp4.check_scales(rows)
-                return native.encode(rows, qtype, importance)
+                return _native(rows, qtype, importance, tally)
         case Bf16Rows() if qtype is QuantType.BF16:
             check_bf16(rows)
             return _bytes(rows.bits)
@@ -52,11 +62,19 @@ def encode(rows: Rows, qtype: QuantType, *, encoder: Encoder, importance: F32Arr
             return _bytes(rows.values)
         case Bf16Rows() if encoder == "native" and native.supports("BF16", qtype):
             check_bf16(rows)
-            return native.encode(rows, qtype, importance)
+            return _native(rows, qtype, importance, tally)
         case F32Rows() if encoder == "native" and native.supports("F32", qtype):
             _check_f32(rows)
-            return native.encode(rows, qtype, importance)
+            return _native(rows, qtype, importance, tally)
     return ggml.encode(to_float(rows), qtype, importance)
+
+
+def _native(
+    rows: Rows, qtype: QuantType, importance: F32Array | None, tally: Callable[[EncodeStats], object]
+) -> U8Array:
+    data, stats = native.encode_with_stats(rows, qtype, importance)
+    tally(stats)
+    return data
 
 
 def to_float(rows: Rows) -> F32Array:

@@ -213,6 +213,15 @@ def test_types_that_need_an_imatrix_say_so_before_any_output(checkpoint: Path, t
     assert not (tmp_path / "out").exists()
 
 
+def test_the_share_of_exact_blocks_is_told(checkpoint: Path, tmp_path: Path) -> None:
+    result = convert(checkpoint, quant="Q6_K", outfile=tmp_path / "a.gguf")
+    found = result.encoded["Q6_K"]
+    blocks = {t.spec.name: t.nbytes // 210 for t in result.plan.tensors if t.qtype.name == "Q6_K"}
+    experts = sum(count for name, count in blocks.items() if "_exps" in name)
+    assert found.blocks == sum(blocks.values()) and experts <= found.exact < found.blocks
+    assert convert(checkpoint, quant="Q6_K", outfile=tmp_path / "b.gguf", encoder="ggml").encoded == {}
+
+
 def test_a_dry_run_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
     result = convert(checkpoint, quant="Q8_0", outdir=tmp_path / "out", dry_run=True)
     assert result.files == () and result.manifest is None and result.plan.nbytes > 0
