@@ -6,11 +6,12 @@ import gguf.quants
 import libgguf
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import strategies as st
 
-from quant import ggml, mxfp4
+from quant import ggml, mxfp4, native
 from quant.errors import ValueFault
-from quant.tensors import F32Array, Mxfp4Rows, U8Array
+from quant.tensors import F32Array, Mxfp4Rows, Rows, U8Array
 from quant.types import QuantType, block_size
 
 F64Array = npt.NDArray[np.float64]
@@ -68,6 +69,19 @@ def hostile_importance(columns: int = 256) -> st.SearchStrategy[F32Array | None]
     weight = st.one_of(st.just(0.0), st.floats(2.0**-20, 2.0**20, width=32))
     repeated = st.lists(weight, min_size=1, max_size=columns)
     return st.one_of(st.none(), repeated.map(lambda w: np.resize(np.array(w, dtype=np.float32), columns)))
+
+
+def assert_all_paths_agree(
+    rows: Rows, qtype: QuantType, importance: F32Array | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every instruction set that this machine has writes the bytes of the scalar code, and counts alike."""
+    outputs = {}
+    for isa in native.available_isas():
+        monkeypatch.setenv(native.ISA_VARIABLE, isa)
+        outputs[isa] = native.encode_with_stats(rows, qtype, importance)
+    for data, stats in outputs.values():
+        np.testing.assert_array_equal(data, outputs["scalar"][0])
+        assert stats == outputs["scalar"][1]
 
 
 def judged(data: U8Array, qtype: QuantType, columns: int) -> F32Array:

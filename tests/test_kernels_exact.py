@@ -7,6 +7,7 @@ import pytest
 from encoder_samples import (
     adversarial_importance,
     adversarial_rows,
+    assert_all_paths_agree,
     block_errors,
     ggml_errors,
     hostile_importance,
@@ -135,13 +136,7 @@ def test_every_instruction_set_writes_the_bytes_of_the_scalar_code(
 ) -> None:
     rows = adversarial_rows(256 * 3)
     for importance in (None, adversarial_importance(256 * 3)):
-        outputs = {}
-        for isa in native.available_isas():
-            monkeypatch.setenv(native.ISA_VARIABLE, isa)
-            outputs[isa] = native.encode_with_stats(rows, qtype, importance)
-        for data, stats in outputs.values():
-            np.testing.assert_array_equal(data, outputs["scalar"][0])
-            assert stats == outputs["scalar"][1]
+        assert_all_paths_agree(rows, qtype, importance, monkeypatch)
 
 
 @pytest.mark.parametrize("qtype", ALL, ids=name)

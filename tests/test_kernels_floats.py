@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from encoder_samples import F64Array, judged
+from encoder_samples import F64Array, assert_all_paths_agree, judged
 
 from quant import ggml, native
 from quant.errors import InputError, UsageError, ValueFault
@@ -84,13 +84,7 @@ def test_every_instruction_set_writes_the_bytes_of_the_scalar_code(
 ) -> None:
     for rows in (F32Rows(strange_rows()), weights_like_a_model("t5")):
         for importance in (None, log_normal(1.5), log_normal(6.0)):
-            outputs = {}
-            for isa in native.available_isas():
-                monkeypatch.setenv(native.ISA_VARIABLE, isa)
-                outputs[isa] = native.encode_with_stats(rows, qtype, importance)
-            for data, stats in outputs.values():
-                np.testing.assert_array_equal(data, outputs["scalar"][0])
-                assert stats == outputs["scalar"][1]
+            assert_all_paths_agree(rows, qtype, importance, monkeypatch)
 
 
 @pytest.mark.parametrize("qtype", TYPES, ids=name)

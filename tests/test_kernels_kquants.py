@@ -9,6 +9,7 @@ import pytest
 from encoder_samples import (
     adversarial_importance,
     adversarial_rows,
+    assert_all_paths_agree,
     block_errors,
     ggml_errors,
     hostile_importance,
@@ -64,13 +65,7 @@ def test_every_instruction_set_writes_the_bytes_of_the_scalar_code(
     }[kind]
     columns = rows.packed.shape[1] * 2
     for importance in (None, log_normal(1.5, columns), adversarial_importance(columns)):
-        outputs = {}
-        for isa in native.available_isas():
-            monkeypatch.setenv(native.ISA_VARIABLE, isa)
-            outputs[isa] = native.encode_with_stats(rows, qtype, importance)
-        for data, stats in outputs.values():
-            np.testing.assert_array_equal(data, outputs["scalar"][0])
-            assert stats == outputs["scalar"][1]
+        assert_all_paths_agree(rows, qtype, importance, monkeypatch)
 
 
 @pytest.mark.parametrize("qtype", TYPES, ids=name)

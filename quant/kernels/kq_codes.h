@@ -126,6 +126,22 @@ KQ_INLINE float power(int e) {
     return value;
 }
 
+/* Of 256 numbers, aligned or not. */
+KQ_INLINE float largest_magnitude(const float *v) {
+    float found[16] KQ_ALIGNED, most = 0;
+    KQ_EACH(l) {
+        vf largest = {0};
+        for (int i = l; i < KQ_SUPER; i += 16) {
+            vf here;
+            memcpy(&here, v + i, sizeof here);
+            largest = vf_max(largest, vf_max(here, -here));
+        }
+        vf_store(found + l, largest);
+    }
+    for (int i = 0; i < 16; ++i) most = found[i] > most ? found[i] : most;
+    return most;
+}
+
 KQ_INLINE void read_codes(const kq_row *row, int64_t block, kq_codes *out) {
     const uint8_t *packed = row->packed + KQ_SUPER / 2 * block;
     const uint8_t *scales = row->scales + KQ_SUPER / KQ_BLOCK * block;

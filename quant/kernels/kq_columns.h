@@ -9,22 +9,6 @@
 /* Columns and their weights, [column][sub-block], in units of the super-block. */
 typedef struct { float x[SUB_SIZE][16] KQ_ALIGNED, w[SUB_SIZE][16] KQ_ALIGNED; } kq_columns;
 
-KQ_INLINE float largest_of(const float *v) {
-    float largest[16] KQ_ALIGNED;
-    KQ_EACH(l) {
-        vf most = {0};
-        for (int i = l; i < KQ_SUPER; i += 16) {
-            vf here;
-            memcpy(&here, v + i, sizeof here);
-            most = vf_max(most, here);
-        }
-        vf_store(largest + l, most);
-    }
-    float most = 0;
-    for (int i = 0; i < 16; ++i) most = largest[i] > most ? largest[i] : most;
-    return most;
-}
-
 /* 2^-e for v in [2^e, 2^(e + 1)): a factor that rounds nothing. */
 KQ_INLINE float power_below(float v) {
     uint32_t bits;
@@ -38,7 +22,7 @@ KQ_INLINE float power_below(float v) {
 KQ_INLINE void read_columns(const kq_codes *b, const kq_row *row, int64_t block, kq_columns *out) {
     const uint8_t *packed = row->packed + KQ_SUPER / 2 * block;
     const float *importance = row->importance ? row->importance + KQ_SUPER * block : NULL;
-    float most = importance ? largest_of(importance) : 0, factor = power_below(most), energy = 0;
+    float most = importance ? largest_magnitude(importance) : 0, factor = power_below(most), energy = 0;
     memset(out, 0, sizeof *out);
     for (int j = 0; j < SUBS; ++j) {
         for (int i = 0; i < SUB_BYTES; ++i) {

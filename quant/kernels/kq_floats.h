@@ -1,4 +1,4 @@
-/* A super-block of BF16 or F32 weights as the searches see it. Included after kq_codes.h. */
+/* A super-block of BF16 or F32 weights as the searches see it. Included after kq_choice of the type. */
 #ifndef KQ_FLOATS_H
 #define KQ_FLOATS_H
 
@@ -10,20 +10,6 @@ typedef struct {
     float low[16] KQ_ALIGNED, high[16] KQ_ALIGNED; /* smallest and largest x, zero among them */
     int exponent, empty;
 } kq_floats;
-
-KQ_INLINE float largest_magnitude(const float *v) {
-    float found[16] KQ_ALIGNED, most = 0;
-    KQ_EACH(l) {
-        vf largest = {0};
-        for (int i = l; i < KQ_SUPER; i += 16) {
-            vf here = vf_load(v + i);
-            largest = vf_max(largest, vf_max(here, -here));
-        }
-        vf_store(found + l, largest);
-    }
-    for (int i = 0; i < 16; ++i) most = found[i] > most ? found[i] : most;
-    return most;
-}
 
 KQ_INLINE void read_values(const kq_float_row *row, int64_t block, float *out) {
     if (row->bf16) {
@@ -93,6 +79,13 @@ KQ_INLINE float round_columns(const kq_floats *of, const float *scale, const flo
     }
     return kq_sum16(errors);
 }
+
+/* A choice for the super-block and its quants as they are stored, in column order; its exponent is that of the unit. */
+typedef struct {
+    kq_choice choice;
+    int exponent;
+    uint8_t quants[KQ_SUPER];
+} kq_float_solution;
 
 /* Counts the super-block in the statistics of the call. */
 KQ_INLINE void tally_floats(const kq_float_row *row, kq_half_range half, float d, float error) {

@@ -10,6 +10,7 @@
 #define TRIALS kq_trials_q4_k
 #define TYPE KQ_TYPE_Q4_K
 #include "kq_affine.h"
+#include "kq_six_bits.h"
 
 static const kq_trust trust = {0, 0, 1, 20};
 static const kq_effort effort = {2, 2, 6, 2, 1.03f}, effort_weighted = {3, 4, 8, 4, 1.02f};
@@ -40,13 +41,7 @@ KQ_INLINE void pack_pair(const uint8_t *packed, const uint8_t *low, const uint8_
 KQ_INLINE void pack_head(const kq_choice *choice, int exponent, kq_block_q4_k *out) {
     out->d = kq_half_from_double(choice->d * kq_pow2(exponent - 128));
     out->dmin = kq_half_from_double(choice->dmin * kq_pow2(exponent - 128));
-    for (int i = 0; i < 4; ++i) {
-        int scale = (int)choice->scales[i], high_scale = (int)choice->scales[i + 4];
-        int min = (int)choice->minima[i], high_min = (int)choice->minima[i + 4];
-        out->scales[i] = (uint8_t)(scale | high_scale >> 4 << 6);
-        out->scales[i + 4] = (uint8_t)(min | high_min >> 4 << 6);
-        out->scales[i + 8] = (uint8_t)((high_scale & 15) | high_min << 4);
-    }
+    pack_scales(choice, out->scales);
 }
 
 static void encode_row(const kq_row *row) {

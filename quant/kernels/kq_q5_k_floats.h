@@ -9,6 +9,7 @@
 #define SPREAD_STEP 0.3f
 #define SPREADS 8
 #include "kq_affine_search.h"
+#include "kq_six_bits.h"
 
 #include "kq_affine_floats.h"
 
@@ -22,13 +23,7 @@ static void encode_float_row(const kq_float_row *row) {
         const kq_choice *choice = &found.choice;
         out->d = kq_half_from_double(choice->d * kq_pow2(found.exponent - 128));
         out->dmin = kq_half_from_double(choice->dmin * kq_pow2(found.exponent - 128));
-        for (int j = 0; j < 4; ++j) {
-            int scale = (int)choice->scales[j], high_scale = (int)choice->scales[j + 4];
-            int min = (int)choice->minima[j], high_min = (int)choice->minima[j + 4];
-            out->scales[j] = (uint8_t)(scale | high_scale >> 4 << 6);
-            out->scales[j + 4] = (uint8_t)(min | high_min >> 4 << 6);
-            out->scales[j + 8] = (uint8_t)((high_scale & 15) | high_min << 4);
-        }
+        pack_scales(choice, out->scales);
         for (int k = 0; k < 128; ++k) {
             const uint8_t *low = found.quants + k / 32 * 64 + k % 32;
             out->qs[k] = (uint8_t)((low[0] & 15) | low[32] << 4);

@@ -27,13 +27,6 @@ KQ_INLINE void fit_columns(const kq_floats *of, kq_fits *out) {
     }
 }
 
-/* A choice for the super-block and its quants plus LEVELS; its exponent is that of the unit. */
-typedef struct {
-    kq_choice choice;
-    int exponent;
-    uint8_t quants[KQ_SUPER];
-} kq_float_solution;
-
 KQ_INLINE void solve_floats(const kq_float_row *row, int64_t block, kq_float_solution *out) {
     kq_floats columns;
     kq_fits fits;
